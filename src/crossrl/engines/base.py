@@ -77,7 +77,7 @@ class RolloutEngine(Protocol):
         ...
 
     def begin_update(self, version: int, manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        """Announce the weights of ``version``: name to (shape, dtype)."""
+        """Announce the weights of ``version``: name to (shape, dtype such as "float32")."""
         ...
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -151,9 +151,20 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def step(self, batch: Batch, objective: Objective, temperature: float, entropy: bool) -> StepResult:
-        """One optimizer step on ``batch`` (the mini-batch): micro-batches, clip, guard, step, schedule.
+    def step(
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        lr: float,
+        temperature: float,
+        entropy: bool,
+        skip: np.ndarray | None = None,
+    ) -> StepResult:
+        """One optimizer step on ``batch`` (the mini-batch): micro-batches, clip, guard, step with learning rate ``lr``.
 
+        ``lr`` comes from the caller, a pure function of the training step, so that no schedule has state here.
+        ``skip``: bool ``[N]``, samples whose gradient is known to be exactly zero; they are not computed.
         Raises ``EngineError`` before the optimizer steps when the loss or the gradient norm is not finite.
         """
         ...

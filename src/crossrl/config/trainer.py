@@ -1,0 +1,67 @@
+"""``trainer``: the run: length, names, places, checkpoints, validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from crossrl.config.fields import allowed
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    total_epochs: int = 1
+    """Passes over the training data."""
+    total_training_steps: int | None = None
+    """Training steps, whatever total_epochs says. null: as many as the epochs have."""
+    seed: int = 1
+    """The one seed of the run; each consumer derives its own from it. Not a key of verl's."""
+    device: str = field(default="auto", metadata=allowed("auto", "cpu", "cuda"))
+    """Where the models are. auto: a GPU if there is one."""
+    num_threads: int | None = None
+    """Threads of PyTorch. null: chosen by model size and cores, and printed. Not a key of verl's."""
+    nnodes: int = 1
+    """Machines. This version trains in one process: more is accepted, reported and treated as 1."""
+    n_gpus_per_node: int = 1
+    """Processes per machine. This version trains in one process: more is accepted, reported and treated as 1."""
+    project_name: str = "crossrl"
+    """Name of the project for loggers and folders."""
+    experiment_name: str = "default"
+    """Name of the run for loggers and folders."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """Folder of the run: checkpoints, metrics.jsonl, resolved config."""
+    logger: list[str] = field(
+        default_factory=lambda: ["console", "file"],
+        metadata=allowed("console", "file", "tensorboard", "wandb", "mlflow"),
+    )
+    """Where metrics go; file is metrics.jsonl. wandb and mlflow need the extra `loggers`."""
+    log_val_generations: int = 0
+    """Validation samples shown after each validation."""
+    rollout_data_dir: str | None = None
+    """Folder for training samples as readable JSON Lines, a file per step. null: none."""
+    validation_data_dir: str | None = None
+    """Folder for validation samples, a file per validation. null: none."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate once and stop."""
+    test_freq: int = -1
+    """Steps between validations; the last step is always validated. -1: none."""
+    save_freq: int = -1
+    """Steps between checkpoints; the last step is always saved. -1: none."""
+    max_actor_ckpt_to_keep: int | None = None
+    """Checkpoints kept; older ones are deleted once a new one is complete. null: all."""
+    resume_mode: str = field(default="auto", metadata=allowed("auto", "disable", "resume_path"))
+    """auto: go on from the last complete checkpoint of default_local_dir, if any; resume_path: from
+    resume_from_path; disable: start anew."""
+    resume_from_path: str | None = None
+    """Checkpoint folder for resume_mode=resume_path."""
+    balance_batch: bool = True
+    """Sort samples so that micro-batches have about equal numbers of tokens. Never changes the result."""
+    critic_warmup: int = 0
+    """Must be 0: there is no critic in this version."""
+    share_data: str | None = field(default=None, metadata=allowed("ckpt", "rollout"))
+    """Exchange with a second run. Not available in this version."""
+    share_data_dir: str = "/tmp/verl/share_data_dir"
+    """Folder of the exchange."""
+    share_data_timeout: float | None = None
+    """Seconds to wait for the other run. null: chosen."""

@@ -1,0 +1,199 @@
+"""Two recorded runs, walked in stage order to the first difference: what they are before how much they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from crossrl.stages.base import At
+from crossrl.tape import refuse
+from crossrl.tape.api import RunTape, Split, open_run, stage_rank
+from crossrl.tape.compare import Difference, compare
+from crossrl.tape.errors import Mismatch
+from crossrl.tape.gap import input_differences, meaning_verdict
+from crossrl.tape.record import Record
+from crossrl.tape.values import plain
+
+Verdict = Literal[
+    "equal", "settings differ", "records missing", "samples differ", "inputs differ", "weights differ",
+    "meaning differs", "tokens differ", "values differ", "nothing to compare",
+]  # fmt: skip
+_TOKENS = ("prompt_ids", "response_ids", "response_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """``verdict``: the kind of the first difference. ``first``: where it is. ``settings``: by stage, fingerprints that
+    differ (a reason for what follows, listed whatever the verdict). ``compared``: pairs of records."""
+
+    a: Path
+    b: Path
+    verdict: Verdict
+    first: Difference | None
+    reason: str
+    settings: dict[str, tuple[Mismatch, ...]]
+    warnings: tuple[str, ...]
+    compared: int
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 differs, 2 nothing could be compared."""
+        return {"equal": 0, "nothing to compare": 2}.get(self.verdict, 1)
+
+    def text(self) -> str:
+        """A short report for people."""
+        lines = [f"A: {self.a}", f"B: {self.b}", f"{self.compared} pairs of records compared: {self.verdict}"]
+        if self.first is not None:
+            lines.append(f"First difference: {self.first.line()}")
+        if self.reason:
+            lines.append(self.reason)
+        for stage, found in self.settings.items():
+            lines.append(f"Settings that {stage} depends on and that differ:")
+            lines += [f"  {m.key}: A {m.recorded!r:.100}, B {m.found!r:.100}" for m in found]
+        return "\n".join([*lines, *(f"Warning: {w}" for w in self.warnings)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for programs; ``first`` has the fields of ``Difference``."""
+        body = asdict(self) | {"a": str(self.a), "b": str(self.b), "exit_code": self.exit_code}
+        return plain(body, [])
+
+
+def diff_runs(a: Path | str, b: Path | str, tolerance: Mapping[str, float] | None = None) -> Diff:
+    """Compare the tapes in folders ``a`` and ``b`` up to the first difference.
+
+    At each pair of records, in stage order: samples, what was read, weight versions, what log-probs mean, token ids;
+    only then values (``tolerance``: field to absolute difference that passes). Raises ``RecordMissing`` for a folder
+    without a tape and ``CorruptRecord``.
+    """
+    walk = _Walk(open_run(a), open_run(b), tolerance or {})
+    return walk.run(Path(a), Path(b))
+
+
+class _Walk:
+    def __init__(self, a: RunTape, b: RunTape, tolerance: Mapping[str, float]) -> None:
+        self.a, self.b, self.tolerance = a, b, tolerance
+        self.settings: dict[str, tuple[Mismatch, ...]] = {}
+        self.warnings: list[str] = []
+        self.compared = 0
+
+    def run(self, a: Path, b: Path) -> Diff:
+        verdict, first, reason = self._steps()
+        if verdict == "equal" and not self.compared:
+            verdict, reason = "nothing to compare", "the runs have no recorded stage of the same step in common"
+        elif verdict == "equal" and self.settings:
+            verdict = "settings differ"
+        return Diff(a, b, verdict, first, reason, self.settings, tuple(dict.fromkeys(self.warnings)), self.compared)
+
+    def _steps(self) -> tuple[Verdict, Difference | None, str]:
+        mine, theirs = self.a.steps(), self.b.steps()
+        if mine != theirs:
+            self.warnings.append(f"A has the steps {_range(mine)}, B {_range(theirs)}; the common ones are compared")
+        splits: tuple[Split, ...] = ("train", "val")
+        for step in sorted(set(mine) & set(theirs)):
+            for split in splits:
+                found = self._step(step, split)
+                if found is not None:
+                    return found
+        return "equal", None, ""
+
+    def _step(self, step: int, split: Split) -> tuple[Verdict, Difference | None, str] | None:
+        mine, theirs = self.a.calls(step, split), self.b.calls(step, split)
+        mixed = [("A", input_differences(self.a, step, split)), ("B", input_differences(self.b, step, split))]
+        for stage, at in sorted({*mine, *theirs}, key=lambda c: (stage_rank(c[0]), c[1].call)):
+            if (stage, at) not in mine or (stage, at) not in theirs:
+                self.warnings.append(
+                    f"{stage}.{at.call} of step {step} is recorded in {_side((stage, at) in mine)} only"
+                )
+                continue
+            for side, differences in mixed:
+                for each in differences:
+                    if (each.stage, each.at) == (stage, at):
+                        return "inputs differ", each, _mixed(side, each)
+            pair = self.a.record(step, stage, at.call, split), self.b.record(step, stage, at.call, split)
+            self.compared += 1
+            self._note_settings(stage, *pair)
+            found = self._pair(stage, at, *pair)
+            if found is not None:
+                return found
+        self._note_meanings(step, split)
+        return None
+
+    def _note_settings(self, stage: str, a: Record, b: Record) -> None:
+        found = refuse.settings(a.header.fingerprints, b.header.fingerprints, ("weights",))
+        if found and stage not in self.settings:
+            self.settings[stage] = tuple(found)
+
+    def _note_meanings(self, step: int, split: Split) -> None:
+        for side, run in (("A", self.a), ("B", self.b)):
+            meanings = {n: m for _, r in run.records(step, split) for n, m in r.header.meanings.items()}
+            if "rollout_log_probs" in meanings and "old_log_probs" in meanings:
+                verdict, reason = meaning_verdict(meanings["rollout_log_probs"], meanings["old_log_probs"])
+                if reason:
+                    self.warnings.append(f"run {side}: {verdict}: {reason}")
+
+    def _pair(self, stage: str, at: At, a: Record, b: Record) -> tuple[Verdict, Difference | None, str] | None:
+        if a.header.content == b.header.content and _same_inputs(a, b) and a.header.info == b.header.info:
+            return None
+        if refuse.samples(a.sample_id, b.sample_id):
+            first = next(d for d in compare(a.only([]), b.only([]), stage, at) if d.kind in ("ids", "order"))
+            return "samples differ", first, "the runs do not work on the same samples in the same order at this call"
+        if difference := _inputs(stage, at, a, b):
+            return "inputs differ", difference, f"{stage} was given something else in A than in B"
+        if a.header.weight_version != b.header.weight_version:
+            versions = a.header.weight_version, b.header.weight_version
+            return "weights differ", Difference(stage, at, "weight_version", "fields", None, None, *versions), ""
+        found = compare(a.batch, b.batch, stage, at, self.tolerance)
+        for difference in found:
+            if difference.kind == "meaning":
+                return "meaning differs", difference, _meaning_reason(difference)
+        if not found:
+            return None
+        first = next((d for d in found if d.field in _TOKENS), found[0])
+        return ("tokens differ" if first.field in _TOKENS else "values differ"), first, ""
+
+
+def _same_inputs(a: Record, b: Record) -> bool:
+    return {n: r.digest for n, r in a.header.reads.items()} == {n: r.digest for n, r in b.header.reads.items()}
+
+
+def _inputs(stage: str, at: At, a: Record, b: Record) -> Difference | None:
+    for name in sorted(set(a.header.reads) | set(b.header.reads)):
+        mine, theirs = a.header.reads.get(name), b.header.reads.get(name)
+        if mine is None or theirs is None:
+            return Difference(stage, at, name, "inputs", None, None, _read(mine is not None), _read(theirs is not None))
+        if mine.digest != theirs.digest:
+            ids = [a.sample_id[int(i)] for i in np.flatnonzero(a.marks(name) != b.marks(name))]
+            more = f"another value, in samples {', '.join(ids[:8])}"
+            first = ids[0] if ids else None
+            return Difference(stage, at, name, "inputs", first, None, mine.digest, more, len(ids), len(a.sample_id))
+    return None
+
+
+def _read(yes: bool) -> str:
+    return "read" if yes else "not read"
+
+
+def _side(in_a: bool) -> str:
+    return "A" if in_a else "B"
+
+
+def _mixed(side: str, difference: Difference) -> str:
+    return (
+        f"inputs differ within run {side}: {difference.stage} was given another {difference.field} for these samples than "
+        f"the stage before it wrote. Samples were mixed up between two stages; neither stage computed wrongly"
+    )
+
+
+def _meaning_reason(difference: Difference) -> str:
+    return (
+        f"{difference.field} means something else in A than in B, so its numbers are not compared: this is neither a "
+        f"numerical fault nor policy lag"
+    )
+
+
+def _range(steps: list[int]) -> str:
+    return f"{steps[0]} to {steps[-1]} ({len(steps)})" if steps else "none"

@@ -1,0 +1,110 @@
+"""Sampler against trainer at one recorded step: first whether they may be compared at all, then the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from crossrl.algorithms.gap import Gap, measure_gap
+from crossrl.batch import Batch, Meaning, Ragged
+from crossrl.tape.api import RunTape, Split
+from crossrl.tape.capture import read_digests
+from crossrl.tape.compare import Difference
+
+Verdict = Literal["inputs differ", "different meaning", "ratios not comparable", "comparable", "nothing to compare"]
+
+
+def meaning_verdict(sampler: Meaning, trainer: Meaning) -> tuple[Verdict, str]:
+    """Whether two log-prob columns may be subtracted, and why not.
+
+    Another temperature is another distribution: their difference looks like a policy that has moved, and is none
+    (trl#4159). A truncated sampler (top-p, top-k) has renormalised what was left: its ratios are shifted by design.
+    """
+    if sampler.temperature != trainer.temperature:
+        return "different meaning", (
+            f"the sampler's log-probs are at temperature {sampler.temperature:g}, the trainer's at "
+            f"{trainer.temperature:g}: two distributions, so their difference says nothing about the policy"
+        )
+    if sampler.truncation != trainer.truncation:
+        return "ratios not comparable", (
+            f"the sampler's log-probs are after truncation {sampler.truncation!r}, the trainer's after "
+            f"{trainer.truncation!r}: ratios are shifted by the renormalisation"
+        )
+    return "comparable", ""
+
+
+@dataclass(frozen=True, slots=True)
+class GapView:
+    """``gap``: None unless the columns are comparable (or only shifted by truncation). ``lag``: how many weight versions
+    the trainer was ahead of the sampler; None when versions were not recorded. ``inputs``: fields that differ."""
+
+    step: int
+    verdict: Verdict
+    reason: str
+    gap: Gap | None = None
+    lag: int | None = None
+    inputs: tuple[Difference, ...] = ()
+
+
+def input_differences(run: RunTape, step: int, split: Split = "train") -> list[Difference]:
+    """Fields that a stage read and that are not, for the same sample, what the stages before it wrote.
+
+    Such a run has mixed up its samples between two stages; no comparison of numbers means anything after that.
+    Fields that no earlier stage recorded are passed over.
+    """
+    out = []
+    for at, record in run.records(step, split):
+        for name, read in record.header.reads.items():
+            source = run.written(step, name, record.sample_id, split, before=record.header.stage)
+            if source is None:
+                continue
+            written = read_digests(source)[name]
+            if written.digest != read.digest:
+                unequal = np.flatnonzero(written.marks != record.marks(name))
+                ids = [record.sample_id[int(i)] for i in unequal]
+                out.append(
+                    Difference(
+                        record.header.stage, at, name, "inputs", ids[0] if ids else None, None,
+                        "as written by the stage before", f"another value, in samples {', '.join(ids[:8])}",
+                        len(ids), len(record.sample_id),
+                    )
+                )  # fmt: skip
+    return out
+
+
+def gap_at(run: RunTape, step: int, call: int = 0, split: Split = "train") -> GapView:
+    """The sampler's against the trainer's log-probs of the recorded tokens of one step.
+
+    Raises ``RecordMissing`` when ``old_log_prob`` was not recorded.
+    """
+    mixed = tuple(d for d in input_differences(run, step, split) if d.stage == "old_log_prob")
+    if mixed:
+        return GapView(step, "inputs differ", mixed[0].line(), inputs=mixed)
+    trainer = run.record(step, "old_log_prob", call, split).only(["old_log_probs"])
+    columns = {n: run.written(step, n, trainer.sample_id, split) for n in ("rollout_log_probs", "response_mask")}
+    sampler, mask = columns["rollout_log_probs"], columns["response_mask"]
+    if sampler is None or mask is None:
+        return GapView(step, "nothing to compare", "the rollout of these samples was not recorded")
+    pair = sampler.meanings.get("rollout_log_probs"), trainer.meanings.get("old_log_probs")
+    if pair[0] is None or pair[1] is None:
+        return GapView(step, "nothing to compare", "a log-prob column does not say what it means")
+    lag = _lag(run, step, trainer, pair[1], split)
+    verdict, reason = meaning_verdict(*pair)  # type: ignore[arg-type]
+    if verdict == "different meaning":
+        return GapView(step, verdict, reason, lag=lag)
+    names = sampler.ragged("rollout_log_probs"), trainer.ragged("old_log_probs"), mask.ragged("response_mask")
+    gap = measure_gap(*names, trainer.sample_id)
+    if gap is None:
+        return GapView(step, "nothing to compare", "no response token", lag=lag)
+    return GapView(step, verdict, reason, gap, lag)
+
+
+def _lag(run: RunTape, step: int, trainer: Batch, meaning: Meaning, split: Split) -> int | None:
+    versions = run.written(step, "rollout_weight_version", trainer.sample_id, split)
+    if versions is None or meaning.weight_version < 0 or not len(trainer):
+        return None
+    column = versions["rollout_weight_version"]
+    values = column.values if isinstance(column, Ragged) else column
+    return meaning.weight_version - int(values.min())
