@@ -48,9 +48,9 @@ def test_truncated_importance_sampling_by_token() -> None:
 
 
 def test_truncated_importance_sampling_by_sequence() -> None:
-    # products 2 * 0.5 = 1 and, without the masked token, 1.2 * 2 = 2.4, truncated at 2
-    got = run(CorrectionConfig("sequence", "2.0"), [[2, 0.5], [1.2, 100, 2]], [[1, 1], [1, 0, 1]])
-    np.testing.assert_allclose(got.is_weights.values, [1, 1, 2, 0, 2], rtol=1e-6)
+    # products 2 * 0.5 = 1; without the masked token 1.2 * 2 = 2.4; 4, truncated at 3
+    got = run(CorrectionConfig("sequence", "3.0"), [[2, 0.5], [1.2, 100, 2], [4]], [[1, 1], [1, 0, 1], [1]])
+    np.testing.assert_allclose(got.is_weights.values, [1, 1, 2.4, 0, 2.4, 3], rtol=1e-6)
 
 
 def test_masked_importance_sampling_zeroes_on_both_sides() -> None:
@@ -196,6 +196,7 @@ def test_gap_leaves_out_what_the_trainer_did_not_compute() -> None:
     gap = measure_gap(sampler, trainer, mask, ["a", "b", "c"])
     assert gap is not None
     assert (gap.tokens, gap.uncomputed, gap.max_sample, gap.max_token) == (1, 2, "c", 0)
+    assert gap.prob_std == 0.0
     for broken in (np.nan, -np.inf):
         bad = Ragged.from_rows([[], [-1.0, -1.0], [broken]], np.float32)
         with pytest.raises(AlgorithmError, match="in sample 'c' at token 0"):

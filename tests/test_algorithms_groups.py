@@ -43,7 +43,7 @@ def test_overlong_penalty_by_hand() -> None:
     np.testing.assert_allclose(overlong_penalty(lengths, 20, 4), [0, 0, -0.25, -0.5, -1, -1])
     np.testing.assert_allclose(overlong_penalty(lengths, 20, 4, penalty_factor=0.5), [0, 0, -0.125, -0.25, -0.5, -0.5])
     for buffer in (0, 21):
-        with pytest.raises(AlgorithmError, match=f"overlong_buffer_cfg.len={buffer}"):
+        with pytest.raises(AlgorithmError, match=f"overlong_buffer.len={buffer}"):
             overlong_penalty(lengths, 20, buffer)
 
 

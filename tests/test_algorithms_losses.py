@@ -55,6 +55,15 @@ def test_ppo_clip_by_hand(ratio: float, advantage: float, loss: float, slope: fl
     }
 
 
+def test_ratios_are_limited_so_that_nothing_overflows() -> None:
+    far, old, one = torch.tensor([0.0]), torch.tensor([-200.0]), torch.tensor([1.0])  # float32: exp(200) is infinite
+    limit = math.exp(20)
+    assert ppo_clip(far, old, -one, 0.2, 0.2, None).loss.item() == pytest.approx(limit, rel=1e-5)
+    assert cispo(far - 1, old, one, 0.2, 1e12).loss.item() == pytest.approx(limit, rel=1e-5)
+    sequence = torch.zeros(1, dtype=torch.long)
+    assert gspo(far, old, -one, 0.2, 0.2, one, sequence, 1).loss.item() == pytest.approx(math.exp(10), rel=1e-5)
+
+
 def test_without_dual_clip_a_negative_advantage_is_unlimited() -> None:
     got = ppo_clip(tensor([-1.0]), tensor([-1.0 - math.log(4)]), tensor([-1.0]), 0.2, 0.28, None)
     assert got.loss.item() == pytest.approx(4.0) and got.dual is None

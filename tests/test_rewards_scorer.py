@@ -18,6 +18,7 @@ from crossrl.rewards.scorer import RewardSpec, ScoreItem, Scorer, status_counts
 
 CUSTOM = """
 import ctypes, os, random, re, subprocess, sys, time
+import numpy as np
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
     what = solution_str
@@ -32,6 +33,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0
         os._exit(3)
     if what == "sys.exit":
         sys.exit(0)
+    if what == "forge":
+        for fd in range(3, 12):
+            try:
+                os.write(fd, b"\\xff" * 100)
+            except OSError:
+                pass
+        return 1.0
     if what == "segfault":
         ctypes.string_at(0)
     if what == "raise":
@@ -51,10 +59,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0
     if what == "no score":
         return {"acc": 1.0}
     if what == "numpy":
-        import numpy as np
         return {"score": np.float32(0.5), "acc": np.bool_(True), "all": np.arange(2), "bad": float("nan"), "odd": b"x"}
     if what == "numpy array":
-        import numpy as np
         return np.zeros(3)
     if what == "bool":
         return True
@@ -117,6 +123,7 @@ def test_one_bad_sample_never_stops_or_shifts_the_others(custom):
         "regex": "timed_out",
         "exit": "crashed",
         "segfault": "crashed",
+        "forge": "crashed",
         "sys.exit": "raised",
         "raise": "raised",
         "list": "wrong_count",
@@ -132,7 +139,7 @@ def test_one_bad_sample_never_stops_or_shifts_the_others(custom):
     for i, (response, status) in enumerate(bad.items()):
         items += [item(2 * i, response), item(2 * i + 1, "right" if i % 2 else "wrong")]
         want += [status, "ok"]
-    with Scorer(RewardSpec(path=custom), num_workers=2, timeout_s=0.8) as scorer:
+    with Scorer(RewardSpec(path=custom), num_workers=2, timeout_s=1.5) as scorer:
         scores = scorer.score(items)
         assert [s.status for s in scores] == want
         assert [s.sample_id for s in scores] == [i.sample_id for i in items]
@@ -140,13 +147,14 @@ def test_one_bad_sample_never_stops_or_shifts_the_others(custom):
             assert score.value == float((i // 2) % 2) if i % 2 else math.isnan(score.value)
             assert (score.error is None) == (score.status == "ok")
         assert status_counts(scores) == {
-            "ok": 15, "raised": 2, "crashed": 2, "timed_out": 3, "wrong_type": 3, "wrong_count": 2, "non_finite": 3
+            "ok": 16, "raised": 2, "crashed": 3, "timed_out": 3, "wrong_type": 3, "wrong_count": 2, "non_finite": 3
         }  # fmt: skip
         errors = {i.response: s.error for i, s in zip(items, scores, strict=True)}
         assert "ValueError: no π here (my_reward.py:" in errors["raise"]
         assert "exited with code 3" in errors["exit"]
         assert "SIGSEGV" in errors["segfault"]
-        assert "within 0.8 s" in errors["spin"]
+        assert "sent what is no answer" in errors["forge"]
+        assert "within 1.5 s" in errors["spin"]
         assert "list of 2" in errors["list"]
         assert "3 numbers" in errors["numpy array"]
         assert "type str" in errors["string"]
@@ -267,9 +275,9 @@ def test_reward_code_that_changes_during_the_run_is_refused(tmp_path):
 
 def test_a_module_next_to_the_reward_file_can_be_imported_but_hides_nothing(tmp_path):
     (tmp_path / "my_helper.py").write_text("VALUE = 0.5")
-    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('shadowed')")
     (tmp_path / "r.py").write_text(
-        "import json\nfrom my_helper import VALUE\n"
+        "import colorsys\nfrom my_helper import VALUE\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return VALUE\n"
     )
     with Scorer(RewardSpec(path=str(tmp_path / "r.py")), num_workers=1, timeout_s=5) as scorer:
@@ -349,9 +357,12 @@ def test_children_end_with_the_run_however_it_ends(how, custom):
     children = [int(pid) for pid in process.stdout.readline().split()]
     assert children
     if how != "exit":
-        time.sleep(0.5)
-        children = _children_of(process.pid)
+        deadline = time.monotonic() + 30
+        while len(children) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            children = _children_of(process.pid)
         assert len(children) == 2
+        time.sleep(0.5)  # both are in their endless samples by now, one of them holding the interpreter's lock
         process.send_signal(signal.SIGKILL if how == "kill -9" else signal.SIGINT)
     process.wait(30)
     assert all(_gone(pid) for pid in children)

@@ -49,6 +49,9 @@ class Parts:
     engine: HfRolloutEngine
     scorer: Scorer
     advantage: Advantage
+    update: Update
+    sync: Sync
+    reference: FsdpTrainEngine | None
     stages: dict[str, Stage]
     val_rollout: Stage
     notes: list[str]
@@ -73,7 +76,19 @@ def assemble(cfg: RunConfig, progress: Progress) -> Parts:
     sources = {*train_data.sources, *(val_data.sources if val_data else {})}
     scorer = make_scorer(cfg, sorted(sources))
     advantage = Advantage(settings.advantage_config(cfg), settings.kl_controller(cfg))
-    stages = connect(cfg, total, tokenizer, trainer, engine, scorer, advantage, progress)
+    reference = reference_engine(cfg) if settings.needs_reference(cfg) else None
+    stages = connect(cfg, tokenizer, trainer, reference, engine, scorer, advantage, progress)
+    columns = ["old_log_probs"] if "old_log_prob" in stages else []
+    columns += ["ref_log_probs"] if arr.actor.use_kl_loss else []
+    columns += ["is_weights"] if advantage.config.correction else []
+    update = Update(
+        trainer,
+        settings.objective_config(cfg),
+        settings.update_plan(cfg),
+        settings.learning_rate(cfg, total),
+        tuple(columns),
+    )
+    sync = Sync(trainer, engine)
     val_rollout = Rollout(
         engine,
         tokenizer,
@@ -86,22 +101,22 @@ def assemble(cfg: RunConfig, progress: Progress) -> Parts:
     notes += sorted({n for n in (trainer.notice, engine.notice) if n})
     return Parts(
         tokenizer=tokenizer, train_data=train_data, val_data=val_data, loader=loader, total_steps=total,
-        trainer=trainer, engine=engine, scorer=scorer, advantage=advantage, stages=stages, val_rollout=val_rollout,
-        notes=notes,
+        trainer=trainer, engine=engine, scorer=scorer, advantage=advantage, update=update, sync=sync,
+        reference=reference, stages={**stages, "update": update, "sync": sync}, val_rollout=val_rollout, notes=notes,
     )  # fmt: skip
 
 
 def connect(
     cfg: RunConfig,
-    total_steps: int,
     tokenizer: Any,
     trainer: FsdpTrainEngine,
+    reference: FsdpTrainEngine | None,
     engine: HfRolloutEngine,
     scorer: Scorer,
     advantage: Advantage,
     progress: Progress,
 ) -> dict[str, Stage]:
-    """The stages of this run by name; the trainer adds the checkpoint."""
+    """The stages before the update, by name."""
     arr, remax = cfg.actor_rollout_ref, cfg.algorithm.adv_estimator == "remax"
     temperature = arr.rollout.temperature
     stages: dict[str, Stage] = {
@@ -115,24 +130,13 @@ def connect(
         ),
         "reward": Reward(scorer, settings.shaping(cfg), baseline=remax),
         "advantage": advantage,
-        "sync": Sync(trainer, engine),
     }
     if cfg.algorithm.rollout_correction.bypass_mode:
         stages["old_log_prob"] = OldFromRollout()
     elif settings.needs_old_log_probs(cfg):
         stages["old_log_prob"] = OldLogProb(trainer, temperature)
-    if settings.needs_reference(cfg):
-        stages["ref_log_prob"] = RefLogProb(reference_engine(cfg), temperature)
-    columns = ["old_log_probs"] if "old_log_prob" in stages else []
-    columns += ["ref_log_probs"] if arr.actor.use_kl_loss else []
-    columns += ["is_weights"] if advantage.config.correction else []
-    stages["update"] = Update(
-        trainer,
-        settings.objective_config(cfg),
-        settings.update_plan(cfg),
-        settings.learning_rate(cfg, total_steps),
-        tuple(columns),
-    )
+    if reference is not None:
+        stages["ref_log_prob"] = RefLogProb(reference, temperature)
     return stages
 
 
@@ -141,7 +145,7 @@ def load_data(cfg: RunConfig, tokenizer: Any, split: str) -> PromptDataset:
     options = PromptOptions(
         max_prompt_length=cfg.data.max_prompt_length,
         filter_overlong_prompts=cfg.data.filter_overlong_prompts,
-        truncation=cfg.data.truncation,
+        truncation=cfg.data.truncation,  # type: ignore[arg-type]  # one of four, checked with the config
         prompt_key=cfg.data.prompt_key,
         reward_fn_key=cfg.data.reward_fn_key,
         template=Template(cfg.actor_rollout_ref.model.custom_chat_template, cfg.data.apply_chat_template_kwargs),

@@ -148,7 +148,7 @@ class CheckpointStore:
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{manifest_path}: format {manifest.get('format')!r} found, {FORMAT} expected")
         files = {name: path / name for name in manifest["files"]}
-        for name, file in files.items():
+        for file in files.values():
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing (named in {manifest_path}); use an older checkpoint")
         for (name, file), found in zip(files.items(), file_digests(files.values()), strict=True):

@@ -17,7 +17,8 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     values = values[np.isfinite(values)]
     if not values.size:
         return {}
-    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{what}": float(value) for what, value in found.items()}
 
 
 def _masked(column: Ragged, mask: Ragged) -> np.ndarray:

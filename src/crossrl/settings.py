@@ -48,9 +48,7 @@ def needs_reference(cfg: RunConfig) -> bool:
 
 def training_sampling(cfg: RunConfig) -> Sampling:
     rollout = cfg.actor_rollout_ref.rollout
-    return Sampling(
-        rollout.temperature, rollout.top_p, rollout.top_k, cfg.data.max_response_length, rollout.ignore_eos
-    )
+    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, cfg.data.max_response_length, rollout.ignore_eos)
 
 
 def validation_sampling(cfg: RunConfig) -> Sampling:

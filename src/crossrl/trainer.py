@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 import crossrl
+from crossrl import taping
 from crossrl.assemble import Parts, assemble
 from crossrl.batch import Batch
 from crossrl.checkpoint import CheckpointError, CheckpointStore, Saved
@@ -26,8 +28,9 @@ from crossrl.metrics import batch_metrics, speed_metrics
 from crossrl.models.digest import weights_digest
 from crossrl.models.loading import save_hf
 from crossrl.report import Reporter, Sample
-from crossrl.stages.base import At, apply
+from crossrl.stages.base import At, Stage, apply
 from crossrl.stages.checkpoint import Checkpoint
+from crossrl.taping import RunTape
 from crossrl.validation import validate
 
 NO_SIGNAL_STEPS = 5  # so many steps in a row without any advantage are worth a warning
@@ -40,18 +43,27 @@ class TrainingError(RuntimeError):
 class Trainer:
     """One run of ``loaded``; ``fit`` returns the exit code.
 
-    ``reporter`` is told everything that a person should see. A run is determined by its configuration and its
+    ``reporter`` is told everything that a person should see. ``wrap`` is put around every stage: the seam at which
+    a stage is watched, replaced or interrupted from outside. A run is determined by its configuration and its
     input files: killed at any point and started again, it ends with the same weights, bit for bit.
     """
 
-    def __init__(self, loaded: LoadedConfig, reporter: Reporter) -> None:
-        self.loaded, self.cfg, self.reporter = loaded, loaded.config, reporter
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        reporter: Reporter,
+        wrap: Callable[[Stage], Stage] = lambda stage: stage,
+        tolerance: Mapping[str, float] | None = None,
+    ) -> None:
+        self.loaded, self.cfg, self.reporter, self.wrap = loaded, loaded.config, reporter, wrap
+        self.tolerance = tolerance
         self.folder = Path(self.cfg.trainer.default_local_dir)
         self.store = CheckpointStore(self.folder, self.cfg.trainer.max_actor_ckpt_to_keep)
         self.parts: Parts
-        self.done = 0
+        self.done, self.resumed = 0, 0
         self.log = StepLog()
         self.without_signal = 0
+        self.tape: RunTape | None = None
 
     def fit(self) -> int:
         """Train to the planned end. 0: every planned step was done; 1: fewer were (and the last line says so)."""
@@ -59,17 +71,37 @@ class Trainer:
             self.store.clean()
             self.parts = assemble(self.cfg, self.reporter.stage)
             try:
-                return self._fit()
+                with self._taped():
+                    return self._fit()
             finally:
                 self.parts.scorer.close()
+
+    @contextlib.contextmanager
+    def _taped(self) -> Iterator[None]:
+        """Open the tape, where there is one, and wrap the stages; at the end wait until it is on the disk."""
+        stages = {**self.parts.stages, "checkpoint": Checkpoint(self._save, self._save_due)}
+        wraps = [self.wrap]
+        if taping.wanted(self.cfg):
+            self.tape = RunTape(self.cfg, self.parts, self.folder, self.tolerance)
+            self.parts.update.digest = self.tape.digests.both
+            wraps.insert(0, self.tape.wrap)
+        with taping.log_to(self.reporter):
+            for wrap in wraps:
+                stages = {name: wrap(stage) for name, stage in stages.items()}
+                self.parts.val_rollout = wrap(self.parts.val_rollout)
+            self.parts.stages = stages
+            yield
+            if self.tape:
+                self.tape.tape.close()
 
     def _fit(self) -> int:
         saved = self._find_checkpoint()
         if saved:
             self._restore(saved)
-        self.parts.stages["checkpoint"] = Checkpoint(self._save, self._save_due)
+        if self.tape:
+            self.tape.start(self.done)
         self._announce(saved)
-        apply(self.parts.stages["sync"], Batch(()), At(self.done))
+        self._first_sync(saved)
         if self.cfg.trainer.val_only:
             self._validate()
             return self._end(0, "validation done")
@@ -82,6 +114,16 @@ class Trainer:
             if self._due(self.cfg.trainer.test_freq):
                 self._validate()
         return self._finish()
+
+    def _first_sync(self, saved: Saved | None) -> None:
+        """Bring the weights to the rollout engine; and record what a killed run may not have come to after saving."""
+        if saved is None:
+            apply(self.parts.stages["sync"], Batch(()), At(0))
+            return
+        self.parts.sync(Batch(()), At(self.done))
+        for name in ("checkpoint", "sync"):
+            if self.tape and self.tape.lacks(name, self.done):
+                apply(self.parts.stages[name], Batch(tuple(saved.state["sample_id"])), At(self.done))
 
     def _step(self, sampler: Sampler) -> bool:
         """One training step; False when the data are used up."""
@@ -125,6 +167,10 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.parts.total_steps)
 
     def _save(self, step: int) -> Path:
+        if step == self.resumed:  # it is there; only its record was lost
+            return self.store.path(step)
+        if self.tape:
+            self.tape.tape.flush()  # a run resumed here must find the records of all steps before
         trainer = self.parts.trainer
         state = trainer.state()
         size = sum(t.numel() * t.element_size() for t in (*state.weights.values(), *state.optimizer.values()))
@@ -138,6 +184,8 @@ class Trainer:
                 "advantage": dict(self.parts.advantage.state()),
                 "without_signal": self.without_signal,
                 "metrics": self._metrics(self.log.batch) if self.log.batch is not None else {},
+                "sample_id": list(self.log.batch.sample_id) if self.log.batch is not None else [],
+                "tape": self.tape.tape.state() if self.tape else {},
                 "config": flatten(self.cfg),
                 "crossrl": crossrl.__version__,
             },
@@ -175,7 +223,9 @@ class Trainer:
         self.parts.loader.load_state(saved.state["loader"])
         self.parts.advantage.load_state(saved.state["advantage"])
         self.without_signal = int(saved.state["without_signal"])
-        self.done = saved.step
+        if self.tape:
+            self.tape.tape.load_state(saved.state["tape"])
+        self.done = self.resumed = saved.step
         held = trainer.state()
         for name, tensors in (("weights", held.weights), ("optimizer", held.optimizer)):
             found = weights_digest(tensors.items())
@@ -309,5 +359,3 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     """A line for each key that differs from the run that made the checkpoint."""
     keys = sorted(k for k in {*before, *now} if before.get(k) != now.get(k))
     return [f"changed since the checkpoint: {k}: {before.get(k)} -> {now.get(k)}" for k in keys]
-
-

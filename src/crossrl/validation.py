@@ -30,16 +30,18 @@ def outcome(sample: Mapping[str, Any], score: float) -> float:
 
 
 def validation_metrics(samples: Batch) -> dict[str, float]:
-    """Per data source: ``val-core/{source}/acc|reward/mean@n``, and ``pass@k`` (k = 1, 2, 4 .. n) if outcomes are 0 or 1.
+    """Per data source: ``val-core/{source}/acc|reward/mean@n``, and ``pass@k`` if outcomes are 0 or 1.
 
-    A sample without a score counts as 0 here, and in ``val-aux/{source}/unscored``. Chen et al., arXiv:2107.03374.
+    k is 1, 2, 4 .. n. A sample without a score counts as 0 here, and in ``val-aux/{source}/unscored``.
+    Chen et al., arXiv:2107.03374.
     """
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     has_acc: dict[str, bool] = {}
     unscored: dict[str, int] = defaultdict(int)
-    rows = zip(samples["data_source"], samples["group_id"], samples.array("score"), samples["reward_extra"], strict=True)
+    scores = samples.array("score").tolist()
+    rows = zip(samples["data_source"], samples["group_id"], scores, samples["reward_extra"], strict=True)
     for source, group, score, extra in rows:
-        value = outcome(extra, float(score))
+        value = outcome(extra, score)
         unscored[source] += int(np.isnan(value))
         has_acc[source] = "acc" in extra or has_acc.get(source, False)
         by_source[source][group].append(0.0 if np.isnan(value) else value)

@@ -40,7 +40,5 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         raise AlgorithmError(
             f"pass@{k} from {samples} samples, {correct} correct: want 1 <= k <= samples and 0 <= correct <= samples"
         )
-    if samples - correct < k:
-        return 1.0
-    misses = np.arange(samples - correct + 1, samples + 1)
-    return float(1.0 - np.prod(1.0 - k / misses))
+    sizes = np.arange(samples - correct + 1, samples + 1)
+    return float(1.0 - np.prod(1.0 - k / sizes))  # with fewer than k wrong ones, one factor is 1 - k / k = 0

@@ -42,12 +42,12 @@ def ppo_clip(
     """
     ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
     loss = _clipped(ratio, advantages, clip_low, clip_high)
-    seen, negative = ratio.detach(), advantages < 0
-    low, high = (seen < 1 - clip_low) & negative, (seen > 1 + clip_high) & (advantages > 0)
+    negative = advantages < 0
+    low, high = (ratio < 1 - clip_low) & negative, (ratio > 1 + clip_high) & (advantages > 0)
     if clip_c is None:
         return TokenLoss(loss, low, high)
     dual = torch.where(negative, torch.minimum(loss, -advantages * clip_c), loss)
-    return TokenLoss(dual, low, high, (seen > clip_c) & negative)
+    return TokenLoss(dual, low, high, (ratio > clip_c) & negative)
 
 
 def gspo(
@@ -73,8 +73,7 @@ def gspo(
     log_s = (sums / tokens.clamp(min=1.0))[sequence].clamp(max=GSPO_LOG_RATIO_MAX)
     ratio = log_s.exp() * (log_probs - log_probs.detach()).exp()
     loss = _clipped(ratio, advantages, clip_low, clip_high)
-    seen = ratio.detach()
-    return TokenLoss(loss, (seen < 1 - clip_low) & (advantages < 0), (seen > 1 + clip_high) & (advantages > 0))
+    return TokenLoss(loss, (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0))
 
 
 def cispo(

@@ -17,14 +17,14 @@ def overlong_penalty(
 
     ``lengths``: tokens of each response. 0 up to ``max_response_length - buffer``, from there falling linearly
     to ``-penalty_factor`` at ``max_response_length``, and that beyond. Yu et al. 2025 (DAPO),
-    arXiv:2503.14476, eq. 13 (with factor 1); keys ``reward.reward_kwargs.overlong_buffer_cfg.*``.
+    arXiv:2503.14476, eq. 13 (with factor 1); keys ``reward.overlong_buffer.*``.
 
     >>> overlong_penalty(np.array([8, 9, 10]), max_response_length=10, buffer=2).tolist()
     [0.0, -0.5, -1.0]
     """
     if not 0 < buffer <= max_response_length:
         raise AlgorithmError(
-            f"overlong_buffer_cfg.len={buffer}: want 1 to data.max_response_length={max_response_length}"
+            f"reward.overlong_buffer.len={buffer}: want 1 to data.max_response_length={max_response_length}"
         )
     left = (max_response_length - buffer) - np.asarray(lengths, np.float64)
     return penalty_factor * (np.clip(left, -buffer, 0.0) / buffer)

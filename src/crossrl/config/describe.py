@@ -8,10 +8,7 @@ import inspect
 import textwrap
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from crossrl.config.keys import Leaf, leaves
-from crossrl.config.root import RunConfig
+from crossrl.config.keys import Leaf, defaults, leaves
 from crossrl.config.spellings import ALIASES
 
 
@@ -27,20 +24,6 @@ def field_docs(cls: type) -> dict[str, str]:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 docs[item.target.id] = " ".join(value.value.split())
     return docs
-
-
-@functools.cache
-def defaults() -> dict[str, Any]:
-    """Dotted path to default; one that follows another key is that key's name in ``${}``."""
-    tree: Any = OmegaConf.to_container(OmegaConf.structured(RunConfig), resolve=False)
-
-    def at(path: str) -> Any:
-        value = tree
-        for part in path.split("."):
-            value = value[part]
-        return value
-
-    return {path: at(path) for path in leaves()}
 
 
 def describe(prefix: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import yaml
@@ -64,15 +65,22 @@ def _find(config_name: str, config_path: str | None) -> Path | None:
 
 
 def _compose(file: Path) -> DictConfig:
-    store = ConfigStore.instance()
-    for name in VERL_NAMES:  # so that `defaults: [ppo_trainer, _self_]` in a user's file means our defaults
-        store.store(name=name, node={})
-    for other in PACKAGED.glob("*.yaml"):  # and `defaults: [demo, _self_]` builds on a packaged one
-        store.store(name=other.stem, node=OmegaConf.load(other))
+    # `defaults: [ppo_trainer, _self_]` in a user's file means our defaults; `[demo, _self_]` builds on a packaged one.
+    bases: dict[str, object] = {f"{name}.yaml": {} for name in VERL_NAMES}
+    bases |= {other.name: OmegaConf.load(other) for other in PACKAGED.glob("*.yaml")}
+    bases.pop(file.name, None)
+    repo = ConfigStore.instance().repo  # global to the process: put back as it was
+    before = dict(repo)
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(file.parent)):
+        for name, node in bases.items():
+            ConfigStore.instance().store(name=name, node=node)
+        with warnings.catch_warnings(), initialize_config_dir(version_base="1.3", config_dir=str(file.parent)):
+            warnings.filterwarnings("ignore", message=".*hydra.searchpath.*")  # verl's folder is not needed
             composed = compose(config_name=file.stem)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {error}") from error
+    finally:
+        repo.clear()
+        repo.update(before)
     OmegaConf.set_struct(composed, False)
     return composed

@@ -13,6 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from crossrl.config.errors import ConfigError
 from crossrl.config.keys import our_key
 
+# In these a comma is part of the value; elsewhere Hydra takes it for a sweep.
+TEXTS_WITH_COMMAS = (
+    "tape.steps",
+    "algorithm.rollout_correction.rollout_rs",
+    "algorithm.rollout_correction.rollout_rs_threshold",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Override:
@@ -67,6 +74,8 @@ def _parse_one(parser: OverridesParser, text: str) -> Override:
             raise ValueError(
                 f"argument {text!r}: {reason}; text with special characters needs quotes: {key}='\"...\"'"
             ) from None
+        return Override(text, plain_key, raw, delete=False)
+    if parsed.is_sweep_override() and plain_key in TEXTS_WITH_COMMAS:
         return Override(text, plain_key, raw, delete=False)
     if parsed.is_sweep_override():
         raise ValueError(f"argument {text!r} asks for a sweep, which is not supported: for a list write {key}=[{raw}]")

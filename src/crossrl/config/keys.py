@@ -6,10 +6,12 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import resources
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from crossrl.config.root import RunConfig
 
@@ -54,6 +56,25 @@ def leaves() -> dict[str, Leaf]:
 
     walk(RunConfig, "")
     return found
+
+
+@functools.cache
+def default_tree() -> Mapping[str, Any]:
+    """Defaults as nested mappings; one that follows another key is that key's name in ``${}``. Not to be changed."""
+    tree: Any = OmegaConf.to_container(OmegaConf.structured(RunConfig), resolve=False)
+    return tree
+
+
+def at(tree: Any, path: str) -> Any:
+    """The value at a dotted path of nested mappings."""
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+def defaults() -> dict[str, Any]:
+    """Dotted path to default."""
+    return {path: at(default_tree(), path) for path in leaves()}
 
 
 @functools.cache
@@ -111,7 +132,7 @@ def nearest(path: str, limit: int = 3) -> list[str]:
     ours, last = list(leaves()), path.rsplit(".", 1)[-1]
     same_word = difflib.get_close_matches(path, [p for p in ours if p.rsplit(".", 1)[-1] == last], limit, 0.0)
     theirs = [key for key in verl_keys() if not key.endswith(".*")]
-    close = _close(path, ours, limit, 0.8) + _close(path, theirs, limit, 0.9)
+    close = _close(path, ours, limit, 0.75) + _close(path, theirs, limit, 0.9)
     words = {p.rsplit(".", 1)[-1]: p for p in reversed(ours)}
     like_word = [words[w] for w in difflib.get_close_matches(last, words, limit, 0.75)]
     return list(dict.fromkeys(same_word + close + like_word))[:limit]

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from crossrl.config import files, grammar
 from crossrl.config.errors import ConfigError
-from crossrl.config.keys import Leaf, groups, is_verl_key, leaves, nearest, our_key, verl_groups
+from crossrl.config.keys import at, default_tree, groups, is_verl_key, leaves, nearest, our_key, verl_groups
 from crossrl.config.refusals import refuse, refuse_silent_gae
 from crossrl.config.resolved import flatten
 from crossrl.config.root import RunConfig
 from crossrl.config.spellings import ALIASES, one_spelling, use_our_names
+from crossrl.config.typed import build
 from crossrl.config.validate import check
 
 # verl keys that repeat another one: with another value they would ask for something else.
@@ -63,7 +64,10 @@ def load_config(
             warnings.append(f"{key}={applied[key]}: this version trains in one process; sizes and results stay as set")
             no_effect[key] = applied.pop(key)
             complete[key] = 1
-    config = _build({**complete, **{path: v for path, v in applied.items() if path in leaves()}}, problems)
+    try:
+        config = build({**complete, **{path: v for path, v in applied.items() if path in leaves()}})
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
     wrong, more = check(config)
     problems += _unequal(no_effect, flatten(config)) + wrong
     if problems:
@@ -99,21 +103,14 @@ def _refuse_unknown(user: DictConfig) -> None:
 
 def _resolve(user: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the user set, by path; and a value for each key of ours, defaults included. Nothing is typed yet."""
-    defaults = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(RunConfig), resolve=False))
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.merge(defaults, user), resolve=True)
+        tree: Any = OmegaConf.to_container(OmegaConf.merge(default_tree(), user), resolve=True)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if isinstance(error, InterpolationResolutionError) else ""
         raise ConfigError(f"{where}{str(error).splitlines()[0]}") from error
     unresolved = OmegaConf.to_container(user, resolve=False)
     given = dict(_walk(unresolved, tree, ""))
-    complete = {}
-    for path in leaves():
-        value = tree
-        for part in path.split("."):
-            value = value[part]
-        complete[path] = one_spelling(path, value)
-    return given, complete
+    return given, {path: one_spelling(path, at(tree, path)) for path in leaves()}
 
 
 def _walk(node: Any, resolved: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -125,44 +122,6 @@ def _walk(node: Any, resolved: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _walk(child if isinstance(child, dict) else value, value, f"{path}.")
         elif value != "???":
             yield path, value
-
-
-def _build(values: Mapping[str, Any], problems: list[str]) -> RunConfig:
-    """The typed config. A value of the wrong type is added to ``problems`` and raised with them."""
-    typed = OmegaConf.structured(RunConfig)
-    _unlock(typed)
-    before = len(problems)
-    for path, leaf in leaves().items():
-        try:
-            if leaf.kind is bool and isinstance(values[path], int) and values[path] not in (0, 1):
-                raise ValidationError  # OmegaConf takes any number for True
-            OmegaConf.update(typed, path, values[path], merge=False)
-        except OmegaConfBaseException:
-            problems.append(f"{path}={values[path]!r}: want {type_text(leaf)}")
-    if len(problems) > before:
-        raise ConfigError(problems)
-    config = OmegaConf.to_object(typed)
-    assert isinstance(config, RunConfig)
-    return config
-
-
-def _unlock(node: DictConfig) -> None:
-    """A frozen dataclass makes a read-only node; values must get in once."""
-    OmegaConf.set_readonly(node, False)
-    for name in node:
-        child = node._get_node(name)
-        if isinstance(child, DictConfig):
-            _unlock(child)
-
-
-def type_text(leaf: Leaf) -> str:
-    """What a key takes, in words: "a whole number or null"."""
-    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
-    if leaf.is_list:
-        text = "a list of numbers" if "float" in str(leaf.kind) else "a list of texts"
-    else:
-        text = names.get(leaf.kind, "a mapping")
-    return f"{text} or null" if leaf.optional else text
 
 
 def _unequal(no_effect: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -99,7 +99,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("reward_model.reward_manager", _MANAGERS, "write it as reward.custom_reward_function.path"),
     Refusal("reward_model.reward_loop_*", (None, "register"), "write it as reward.custom_reward_function.path"),
     Refusal("*custom_reward_function.reward_kwargs.*", (None,), "bind the arguments in the Python file itself"),
-    Refusal("*reward_kwargs.overlong_buffer_cfg.*", (None,), "want enable, len, penalty_factor or log there"),
+    Refusal("reward.reward_kwargs.overlong_buffer_cfg.*", (None,), "want enable, len, penalty_factor or log there"),
+    Refusal(
+        "reward_model.reward_kwargs.overlong_buffer_cfg.*", (None,), "want enable, len, penalty_factor or log there"
+    ),
     Refusal("*sandbox_fusion.url", (None,), "a code sandbox is not available in this version"),
     Refusal("data.custom_cls.path", (None,), _DATASET),
     Refusal("data.datagen.path", (None,), _DATASET),

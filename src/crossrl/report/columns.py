@@ -24,17 +24,23 @@ class Shown:
 
 
 def _small(value: float) -> str:
-    """Three significant digits, in at most seven characters, whatever the size."""
+    """One to three significant digits in at most six characters (seven with a sign), whatever the size."""
     if value == 0:
         return "0"
-    if 1e-3 <= abs(value) < 1e4:
+    if 1e-2 <= abs(value) < 1e4:
         return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.0f}"
-    mantissa, exponent = f"{value:.1e}".split("e")
+    mantissa, exponent = f"{value:.{0 if abs(value) < 1e-9 else 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def _count(value: float) -> str:
-    return f"{value:.0f}" if value < 1e4 else f"{value / 1e3:.1f}k"
+    if value < 1e4:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.1f}k" if value < 1e5 else f"{value / 1e3:.0f}k"
+
+
+def _length(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 COLUMNS = (
@@ -45,7 +51,7 @@ COLUMNS = (
     Shown("entropy", ("actor/entropy",), "{:.3f}".format),
     Shown("gap", ("training/rollout_probs_diff_mean",), _small),
     Shown("grad", ("actor/grad_norm",), _small),
-    Shown("length", ("response_length/mean",), "{:.1f}".format),
+    Shown("length", ("response_length/mean",), _length),
     Shown("tok/s", ("perf/throughput",), _count),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ def _save(figure: Any, picture: Path) -> Path:
         figure.savefig(temporary, dpi=150)
         temporary.replace(picture)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise ReportError(f"cannot write the plot {picture}: {error.strerror}") from error
     return picture
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ class Wandb:
     def __init__(self, run: RunName) -> None:
         wandb = _import("wandb", self.name)
         id_file = run.folder / "wandb_run_id"
-        run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
+        run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
         if not id_file.exists():
             publish_text(id_file, run_id + "\n")
         try:
@@ -75,6 +76,9 @@ class MLflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
         try:
             self._mlflow.set_tracking_uri(uri)
+            if self._mlflow.get_experiment_by_name(run.project) is None:
+                files = None if "MLFLOW_TRACKING_URI" in os.environ else (run.folder / "mlflow_files").absolute().as_uri()
+                self._mlflow.create_experiment(run.project, artifact_location=files)
             self._mlflow.set_experiment(run.project)
             run_id = id_file.read_text().strip() if id_file.exists() else None
             started = self._mlflow.start_run(run_id=run_id, run_name=None if run_id else run.experiment)

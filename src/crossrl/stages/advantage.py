@@ -18,7 +18,10 @@ from crossrl.stages.base import At
 
 @dataclass(frozen=True, slots=True)
 class AdvantageConfig:
-    """``kl_kind``: estimator of the KL penalty in the reward, None without one. ``correction``: between sampler and trainer."""
+    """``kl_kind``: estimator of the KL penalty in the reward, None without one.
+
+    ``correction``: importance weights between sampler and trainer, None without them.
+    """
 
     estimator: str
     group_size: int

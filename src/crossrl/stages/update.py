@@ -10,7 +10,7 @@ import numpy as np
 
 from crossrl.algorithms.aggregation import loss_weights
 from crossrl.algorithms.objective import ObjectiveConfig, finish_metrics, has_gradient, make_objective
-from crossrl.batch import Batch, Meaning, Ragged
+from crossrl.batch import Batch, Meaning
 from crossrl.engines.base import StepResult, TrainEngine
 from crossrl.seeds import generator
 from crossrl.stages.base import At
@@ -118,5 +118,3 @@ class Update:
             "actor/optimizer_steps": float(len(results)),
             "actor/skipped_samples": float(sum(r.skipped_samples for r in results)),
         }
-
-

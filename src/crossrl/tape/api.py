@@ -196,7 +196,7 @@ def _value(column: Any, i: int) -> Any:
 
 
 def open_run(folder: Path | str) -> RunTape:
-    """The tape in ``folder`` (or in its sub-folder ``tape``). Raises ``RecordMissing`` when nothing is recorded there."""
+    """The tape in ``folder`` or in its sub-folder ``tape``. Raises ``RecordMissing`` when nothing is recorded."""
     folder = Path(folder).expanduser()
     for root in (folder, folder / "tape"):
         if RunLayout(root).steps():

@@ -83,7 +83,7 @@ def compare(
         out.append(Difference(stage, at, (missing or extra)[0], "fields", None, None, missing, extra))
     for name in sorted(set(recorded.meanings) & both | set(found.meanings) & both):
         mine, theirs = recorded.meanings.get(name), found.meanings.get(name)
-        if mine != theirs:
+        if mine is None or theirs is None or not mine.comparable(theirs):
             out.append(Difference(stage, at, name, "meaning", None, None, mine, theirs))
     for name in sorted(both, key=lambda n: (_rank(recorded[n]), n)):
         if difference := compare_column(recorded, found, name, stage, at, tolerance.get(name)):

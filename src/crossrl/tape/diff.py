@@ -143,9 +143,8 @@ class _Walk:
             return "samples differ", first, "the runs do not work on the same samples in the same order at this call"
         if difference := _inputs(stage, at, a, b):
             return "inputs differ", difference, f"{stage} was given something else in A than in B"
-        if a.header.weight_version != b.header.weight_version:
-            versions = a.header.weight_version, b.header.weight_version
-            return "weights differ", Difference(stage, at, "weight_version", "fields", None, None, *versions), ""
+        if difference := _weights(stage, at, a, b):
+            return "weights differ", difference, f"{stage} ran with other weights in A than in B"
         found = compare(a.batch, b.batch, stage, at, self.tolerance)
         for difference in found:
             if difference.kind == "meaning":
@@ -173,6 +172,17 @@ def _inputs(stage: str, at: At, a: Record, b: Record) -> Difference | None:
     return None
 
 
+def _weights(stage: str, at: At, a: Record, b: Record) -> Difference | None:
+    """By version, and by digest where the fingerprint has one (key ``weights``)."""
+    versions = a.header.weight_version, b.header.weight_version
+    if versions[0] != versions[1]:
+        return Difference(stage, at, "weight_version", "fields", None, None, *versions)
+    digests = a.header.fingerprints.get("weights"), b.header.fingerprints.get("weights")
+    if digests[0] != digests[1]:
+        return Difference(stage, at, "weights", "fields", None, None, *digests)
+    return None
+
+
 def _read(yes: bool) -> str:
     return "read" if yes else "not read"
 
@@ -183,8 +193,8 @@ def _side(in_a: bool) -> str:
 
 def _mixed(side: str, difference: Difference) -> str:
     return (
-        f"inputs differ within run {side}: {difference.stage} was given another {difference.field} for these samples than "
-        f"the stage before it wrote. Samples were mixed up between two stages; neither stage computed wrongly"
+        f"inputs differ within run {side}: {difference.stage} was given another {difference.field} for these samples "
+        f"than the stage before it wrote. Samples were mixed up between two stages; neither computed wrongly"
     )
 
 

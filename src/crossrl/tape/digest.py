@@ -51,7 +51,7 @@ def tree(header: str, payloads: Sequence[Buffer], threads: int | None = None) ->
     chunks = [view[at : at + CHUNK] for view in views for at in range(0, len(view), CHUNK)]
     root = hashlib.sha256(f"{header}\n".encode("ascii"))
     workers = min(len(chunks), threads if threads is not None else default_threads())
-    if workers > 1:
+    if workers > 1 and sum(map(len, chunks)) > CHUNK:  # a thread costs more than a small chunk
         with ThreadPoolExecutor(workers) as pool:
             leaves = list(pool.map(_leaf, chunks))
     else:

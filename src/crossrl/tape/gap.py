@@ -37,8 +37,10 @@ def meaning_verdict(sampler: Meaning, trainer: Meaning) -> tuple[Verdict, str]:
 
 @dataclass(frozen=True, slots=True)
 class GapView:
-    """``gap``: None unless the columns are comparable (or only shifted by truncation). ``lag``: how many weight versions
-    the trainer was ahead of the sampler; None when versions were not recorded. ``inputs``: fields that differ."""
+    """``gap``: None unless the columns are comparable (or only shifted by truncation). ``inputs``: what differs there.
+
+    ``lag``: how many weight versions the trainer was ahead of the sampler; None when versions were not recorded.
+    """
 
     step: int
     verdict: Verdict

@@ -18,8 +18,11 @@ _CALL = re.compile(r"(val\.)?([A-Za-z_][A-Za-z0-9_]*)\.(\d+)")
 class Layout(Protocol):
     """``index`` counts the calls of a stage in the run, from 0, each split apart. ``label`` begins the log lines."""
 
-    root: Path
-    label: str
+    @property
+    def root(self) -> Path: ...
+
+    @property
+    def label(self) -> str: ...
 
     def path(self, stage: str, at: At, index: int) -> Path:
         """The folder in which this call's record is, or is to be."""

@@ -178,9 +178,10 @@ def _open(path: Path) -> int:
 
 def _read_header(path: Path) -> Header:
     with os.fdopen(_open(path / HEADER), "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise CorruptRecord(path / HEADER, f"has more than {MAX_BYTES} bytes")
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise CorruptRecord(path / HEADER, f"has {size} bytes, more than {MAX_BYTES}")
+        data = file.read(size)
     try:
         return from_bytes(data)
     except BadHeader as error:

@@ -71,19 +71,23 @@ class Retention:
             raise TapeFull(f"tape.keep={keep}: keep at least 1 step, or leave it empty to keep all")
         self._layout, self._keep, self._max = layout, keep, max_bytes
         self._used = folder_bytes(layout.root) if max_bytes is not None and layout.root.is_dir() else 0
+        self._pending: dict[Path, int] = {}
 
     def admit(self, path: Path, nbytes: int) -> None:
-        """Raise ``TapeFull`` when a record of ``nbytes`` would not fit into ``max_bytes``."""
-        if self._max is not None and self._used + nbytes > self._max:
+        """Raise ``TapeFull`` when a record with ``nbytes`` of columns would not fit into ``max_bytes``."""
+        need = nbytes + _RECORD_BYTES
+        total = self._used + sum(self._pending.values()) + need
+        if self._max is not None and total > self._max:
             raise TapeFull(
-                f"the record {path} ({nbytes} bytes) would take the tape in {self._layout.root} to "
-                f"{self._used + nbytes} bytes, more than tape.max_bytes={self._max}. Raise it, or record less: "
-                f"tape.keep, tape.steps, tape.stages"
+                f"the record {path} (about {need} bytes) would take the tape in {self._layout.root} to {total} bytes, "
+                f"more than tape.max_bytes={self._max}. Raise it, or record less: tape.keep, tape.steps, tape.stages"
             )
+        self._pending[path] = need
 
     def written(self, path: Path, size: int) -> None:
         """Count a finished record and remove steps that are no longer kept (called in the writer's thread)."""
         self._used += size
+        self._pending.pop(path, None)
         if self._keep is None:
             return
         steps = self._layout.steps()

@@ -1,0 +1,211 @@
+"""A run's tape: which stage is recorded, replayed or verified, from the keys ``tape.*`` and ``rollout.skip_*``."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from crossrl import settings
+from crossrl.assemble import Parts
+from crossrl.config.root import RunConfig
+from crossrl.models.digest import weights_digest
+from crossrl.report import Reporter
+from crossrl.stages.base import At, Stage
+from crossrl.tape.layout import RunLayout, SkipLayout
+from crossrl.tape.modes import STATEFUL
+from crossrl.tape.space import estimate_bytes
+from crossrl.tape.tape import Tape, TapeOptions
+
+
+class RunTape:
+    """Wraps the stages of one run as its configuration says; a run without a tape has none of these.
+
+    ``tolerance``: for mode verify, field to absolute difference that passes.
+    """
+
+    def __init__(
+        self, cfg: RunConfig, parts: Parts, folder: Path, tolerance: Mapping[str, float] | None = None
+    ) -> None:
+        self.cfg, self.parts = cfg, parts
+        self.own = RunLayout(Path(cfg.tape.dir) if cfg.tape.dir else folder / "tape")
+        self.source = RunLayout(Path(cfg.tape.replay_from)) if cfg.tape.replay_from else self.own
+        self.digests = Digests(parts)
+        self.recording = cfg.tape.mode == "record" or (cfg.tape.mode == "replay" and self.source != self.own)
+        options = TapeOptions(
+            accept=tuple(cfg.tape.accept),
+            steps=step_range(cfg.tape.steps),
+            keep=cfg.tape.keep,
+            max_bytes=cfg.tape.max_bytes,
+            tolerance=dict(tolerance or {}),
+        )
+        self.tape = Tape(self.own, uuid.uuid4().hex, self.fingerprint, options, lambda: parts.trainer.weight_version)
+
+    def wrap(self, stage: Stage) -> Stage:
+        """``stage`` as this run has it taped. Refuses at once where a record has other settings than this run."""
+        mode, rollout = self.cfg.tape.mode, self.cfg.actor_rollout_ref.rollout
+        if stage.name == "rollout" and rollout.skip_rollout:
+            stage = self.tape.wrap(stage, "cache", self.skip_layout())
+            self.tape.preflight(stage)
+        if not {"all", stage.name} & set(self.cfg.tape.stages):
+            return stage
+        if mode == "verify" or (mode == "replay" and stage.name not in STATEFUL):
+            stage = self.tape.wrap(stage, mode, self.source)
+            self.tape.preflight(stage)
+        return self.tape.wrap(stage, "record") if self.recording else stage
+
+    def skip_layout(self) -> SkipLayout:
+        cfg, rollout = self.cfg, self.cfg.actor_rollout_ref.rollout
+        size = cfg.data.gen_batch_size or cfg.data.train_batch_size
+        return SkipLayout(
+            Path(rollout.skip_dump_dir), cfg.trainer.experiment_name, cfg.trainer.project_name, size, rollout.n
+        )
+
+    def start(self, done: int) -> None:
+        """Check that there is room, and set aside what an earlier, killed run recorded after step ``done``."""
+        if self.recording:
+            self.tape.start(self.estimate(self.parts.total_steps - done))
+            self.tape.set_aside(done)
+
+    def lacks(self, stage: str, step: int) -> bool:
+        """Whether this run records ``stage`` and its record of ``step`` is not there."""
+        named = bool({"all", stage} & set(self.cfg.tape.stages))
+        return self.recording and named and self.own.find(stage, At(step), 0) is None
+
+    def estimate(self, steps: int) -> int:
+        """Bytes that the records of ``steps`` steps will take, responses taken at their limit."""
+        cfg = self.cfg
+        named = [s for s in self.parts.stages.values() if {"all", s.name} & set(cfg.tape.stages)]
+        samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+        prompt = float(self.parts.train_data.prompt_ids.lengths.mean())
+        fields = [[*s.writes, *(("prompt_ids", "prompt") if s.name == "rollout" else ())] for s in named]
+        step = sum(estimate_bytes(f, samples, prompt, cfg.data.max_response_length) for f in fields)
+        chosen = step_range(cfg.tape.steps)
+        count = steps if chosen is None else min(steps, len(chosen))
+        return step * (min(count, cfg.tape.keep) if cfg.tape.keep else count)
+
+    def fingerprint(self, stage: str) -> Mapping[str, Any]:
+        """What ``stage`` depends on besides its input; what is downstream of it is left out on purpose."""
+        cfg, arr = self.cfg, self.cfg.actor_rollout_ref
+        model = {"config": model_config(self.parts), "dtype": arr.actor.fsdp_config.dtype}
+        if stage == "rollout":
+            seed = settings.seed_of(arr.rollout.seed, cfg)
+            return {
+                "rollout": {
+                    "engine": arr.rollout.name, "n": arr.rollout.n, "seed": seed,
+                    **asdict(settings.training_sampling(cfg)), "val": asdict(settings.validation_sampling(cfg)),
+                },
+                "data": {"train_batch_size": cfg.data.train_batch_size, "digest": self.parts.train_data.digest},
+                "tokenizer": {"digest": tokenizer_digest(self.parts.tokenizer)},
+                "chat_template": {"digest": template_digest(self.parts, cfg)},
+                "model": model, "weights": self.digests.weights(),
+            }  # fmt: skip
+        if stage == "reward":
+            return {"reward": {"code": self.parts.scorer.digest, "overlong_buffer": asdict(cfg.reward.overlong_buffer)}}
+        if stage in ("old_log_prob", "ref_log_prob"):
+            weights = self.digests.weights() if stage == "old_log_prob" else self.digests.reference()
+            return {"temperature": arr.rollout.temperature, "model": model, "weights": weights}
+        if stage == "advantage":
+            config = asdict(settings.advantage_config(cfg))
+            return {"advantage": config, "kl_coef": self.parts.advantage.controller.kl_coef}
+        if stage == "update":
+            return {
+                "objective": asdict(settings.objective_config(cfg)), "plan": asdict(settings.update_plan(cfg)),
+                "optim": asdict(arr.actor.optim), "model": model,
+            }  # fmt: skip
+        return {}
+
+
+class Digests:
+    """Digests of the weights and the optimizer state, made once per weight version."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._weights: tuple[int, str] | None = None
+        self._reference: str | None = None
+
+    def weights(self) -> str:
+        trainer = self._parts.trainer
+        if self._weights is None or self._weights[0] != trainer.weight_version:
+            self._weights = trainer.weight_version, weights_digest(trainer.named_weights())
+        return self._weights[1]
+
+    def reference(self) -> str:
+        """Of the reference weights, which never change."""
+        engine = self._parts.reference
+        if self._reference is None and engine is not None:
+            self._reference = weights_digest(engine.named_weights())
+        return self._reference or ""
+
+    def both(self) -> dict[str, str]:
+        """For the record of an update."""
+        return {"weights": self.weights(), "optimizer": weights_digest(self._parts.trainer.state().optimizer.items())}
+
+
+def wanted(cfg: RunConfig) -> bool:
+    """Whether this run needs a tape at all."""
+    return cfg.tape.mode != "off" or cfg.actor_rollout_ref.rollout.skip_rollout
+
+
+def step_range(text: str | None) -> frozenset[int] | None:
+    """``1-3,7`` to {1, 2, 3, 7}; None (all) for nothing."""
+    if not text:
+        return None
+    steps: set[int] = set()
+    for part in str(text).split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise ValueError(f"steps {text!r}: want numbers and ranges such as 1-10,20")
+        steps.update(range(int(first), int(last or first) + 1))
+    return frozenset(steps)
+
+
+def model_config(parts: Parts) -> dict[str, Any]:
+    """The model's architecture; what says how it was loaded is left out."""
+    config = parts.trainer.model.config.to_dict()
+    return {
+        k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "name_or_path")
+    }
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def template_digest(parts: Parts, cfg: RunConfig) -> str:
+    own = cfg.actor_rollout_ref.model.custom_chat_template
+    template = own or getattr(parts.tokenizer, "chat_template", None) or ""
+    text = f"{template}\n{sorted(cfg.data.apply_chat_template_kwargs.items())}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def log_to(reporter: Reporter) -> Iterator[None]:
+    """While this is open, the tape's log lines are shown by the run's reporter."""
+    logger, handler = logging.getLogger("crossrl.tape"), ReporterHandler(reporter)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+class ReporterHandler(logging.Handler):
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(logging.INFO)
+        self.reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say = self.reporter.warn if record.levelno >= logging.WARNING else self.reporter.message
+        say(record.getMessage())
