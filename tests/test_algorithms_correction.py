@@ -61,11 +61,11 @@ def test_masked_importance_sampling_zeroes_on_both_sides() -> None:
 
 
 def test_weights_normalised_over_the_batch() -> None:
-    # by token: mean of 2, 0.5, 0.5, 1 is 1; by sequence: 1 and 0.5, mean 0.75
+    # by token: 2, 0.25, 0.25, 0.5, mean 0.75; by sequence: 0.25 and 0.5, mean 0.375
     rows = [[4, 0.25, 0.25], [0.5]]
     by_token = run(CorrectionConfig("token", 2.0, True), rows)
     np.testing.assert_allclose(by_token.is_weights.values, np.array([2, 0.25, 0.25, 0.5]) / 0.75, rtol=1e-6)
-    by_sequence = run(CorrectionConfig("sequence", 2.0, True), rows)
+    by_sequence = run(CorrectionConfig("sequence", 2.0, True), [*rows, []])  # an empty one is no part of the mean
     np.testing.assert_allclose(by_sequence.is_weights.values, np.array([0.25] * 3 + [0.5]) / 0.375, rtol=1e-6)
     assert by_sequence.metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(0.375)
 
@@ -93,6 +93,12 @@ def test_rejection_by_hand(name: str, limit: float | str, keep: list[int]) -> No
     assert got.mask.values.tolist() == keep
     assert got.metrics[f"rollout_corr/rollout_rs_{name}_masked_fraction"] == 1 - sum(keep) / 4
     assert got.is_weights.values.tolist() == [1, 1, 1, 1]
+
+
+def test_limits_belong_to_what_is_kept() -> None:
+    config = CorrectionConfig("token", "1.0_1.0", False, "token_k1", "1.0_1.0")
+    got = run(config, [[1, 1.001, 0.999]])
+    assert got.is_weights.values.tolist() == [1, 0, 0] and got.mask.values.tolist() == [1, 0, 0]
 
 
 def test_several_rejections_must_all_pass() -> None:

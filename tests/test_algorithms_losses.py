@@ -81,6 +81,10 @@ def test_gspo_by_hand() -> None:
     assert clipped.loss.tolist() == pytest.approx([-1.2, -1.2, 4.0])
     assert grad(clipped.loss, log_probs) == pytest.approx([0, 0, 4.0])
     assert clipped.high.tolist() == [True, True, False]
+    assert not clipped.low.any()
+    below = gspo(log_probs, old + 2, tensor([-1, 0, -1]), 0.2, 0.2, mask, sequence, 2)
+    assert below.low.tolist() == [True, False, True] and not below.high.any()
+    assert not gspo(log_probs, old, tensor([0, 0, 0]), 0.2, 0.2, mask, sequence, 2).high.any()
 
 
 def test_gspo_token_form_has_the_gradient_of_the_sequence_objective() -> None:
@@ -155,13 +159,15 @@ def test_expected_gradients_of_the_estimators() -> None:
 
 
 def test_kl_in_the_reward_by_hand() -> None:
-    # kl 0.5 and (masked); -0.2: rewards -0.1 * kl; means per sequence 0.5 and -0.2, their mean 0.15
-    log_probs = Ragged.from_rows([[-1.0, -3.0], [-1.2], []], np.float32)
-    reference = Ragged.from_rows([[-1.5, -1.0], [-1.0], []], np.float32)
-    mask = Ragged.from_rows([[1, 0], [1], []], np.uint8)
+    # kl 0.5, (masked), 0.3; then -0.2: rewards -0.1 * kl; means per sequence 0.4 and -0.2, their mean 0.1
+    log_probs = Ragged.from_rows([[-1.0, -3.0, -1.0], [-1.2], []], np.float32)
+    reference = Ragged.from_rows([[-1.5, -1.0, -1.3], [-1.0], []], np.float32)
+    mask = Ragged.from_rows([[1, 0, 1], [1], []], np.uint8)
     rewards, current = kl_rewards(log_probs, reference, mask, beta=0.1)
-    np.testing.assert_allclose(rewards.values, [-0.05, 0.0, 0.02], atol=1e-8)
-    assert current == pytest.approx(0.15)
+    np.testing.assert_allclose(rewards.values, [-0.05, 0.0, -0.03, 0.02], atol=1e-8)
+    assert current == pytest.approx(0.1)
+    nothing, current = kl_rewards(log_probs, reference, Ragged.full_like(mask, 0, np.uint8), beta=0.1)
+    assert not nothing.values.any() and current == 0.0
 
 
 def test_kl_in_the_reward_that_is_not_finite_is_an_error() -> None:
@@ -171,16 +177,21 @@ def test_kl_in_the_reward_that_is_not_finite_is_an_error() -> None:
 
 
 def test_adaptive_kl_controller_by_hand() -> None:
-    controller = KLController("adaptive", 0.1, target_kl=1.0, horizon=100)
-    up = controller.updated(current_kl=5.0, samples=50)  # error 4, limited to 0.2: 0.1 * (1 + 0.2 * 50 / 100)
+    controller = KLController("adaptive", 0.1, target_kl=0.5, horizon=100)
+    up = controller.updated(current_kl=5.0, samples=50)  # error 9, limited to 0.2: 0.1 * (1 + 0.2 * 50 / 100)
     assert up.kl_coef == pytest.approx(0.11)
-    down = controller.updated(current_kl=0.9, samples=50)  # error -0.1: 0.1 * (1 - 0.1 * 0.5)
+    down = controller.updated(current_kl=0.45, samples=50)  # error -0.1: 0.1 * (1 - 0.1 * 0.5)
     assert down.kl_coef == pytest.approx(0.095)
     assert controller.restored(up.state()) == up
     with pytest.raises(AlgorithmError, match="kl_coef"):
         controller.restored({"value": 0.1})
-    fixed = KLController("fixed", 0.1)
+    fixed = KLController("fixed", 0.1, target_kl=0)
     assert fixed.updated(9.0, 50) == fixed
+    for broken in ({"horizon": 0}, {"target_kl": 0}):
+        with pytest.raises(AlgorithmError, match="horizon > 0 and target_kl > 0"):
+            KLController("adaptive", 0.1, **broken)
+    with pytest.raises(AlgorithmError, match="kl_ctrl.type='linear'"):
+        KLController("linear")  # type: ignore[arg-type]
 
 
 def micro(

@@ -6,7 +6,7 @@ from crossrl.rewards.protocol import MAX_FRAME_BYTES, ProtocolError, pack, unpac
 
 
 def test_frames_come_back_however_the_bytes_arrive():
-    messages = [{"id": "a", "text": "\u65e5 \ud83d\ude00 \x00"}, {}, [1, None], "x" * 1000]
+    messages = [{"id": "a", "text": "\u65e5 \U0001f600 \x00"}, {}, [1, None], "x" * 1000]
     data, buffer, got = b"".join(map(pack, messages)), bytearray(), []
     for i in range(0, len(data), 7):
         buffer += data[i : i + 7]

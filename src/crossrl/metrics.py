@@ -42,7 +42,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     # In bypass mode the old log-probs are the sampler's own; "log_probs" are always the trainer's.
     measured = "old_log_probs" in batch and batch.meanings["old_log_probs"] != batch.meanings["rollout_log_probs"]
     trainer = "old_log_probs" if measured else "log_probs"
-    out |= gap_metrics(batch, "rollout_log_probs", trainer)
+    if trainer in batch:
+        out |= gap_metrics(batch, "rollout_log_probs", trainer)
     for key, values in _extra_numbers(batch["reward_extra"]).items():
         out[f"reward_extra/{key}/mean"] = float(np.mean(values))
     return out

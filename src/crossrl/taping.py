@@ -122,7 +122,7 @@ class RunTape:
 
 
 class Digests:
-    """Digests of the weights and the optimizer state, made once per weight version."""
+    """Digests of the weights, made once per weight version."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -141,10 +141,6 @@ class Digests:
         if self._reference is None and engine is not None:
             self._reference = weights_digest(engine.named_weights())
         return self._reference or ""
-
-    def both(self) -> dict[str, str]:
-        """For the record of an update."""
-        return {"weights": self.weights(), "optimizer": weights_digest(self._parts.trainer.state().optimizer.items())}
 
 
 def wanted(cfg: RunConfig) -> bool:

@@ -69,6 +69,10 @@ class MetricsFile:
                 f"trainer.default_local_dir to another folder, and start again: the run resumes from its checkpoint"
             ) from error
 
+    def holds(self, step: int, name: str) -> bool:
+        """Whether a line of ``step`` has the metric ``name``."""
+        return self.path.is_file() and any(row["step"] == step and name in row for row in read_metrics(self.path))
+
     def truncate_after(self, step: int) -> list[str]:
         """Move the lines of steps after ``step`` to ``metrics.superseded.jsonl``; return notices for the user.
 

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from crossrl.report.console import Display, open_display
 from crossrl.report.loggers import MetricLogger, RunName, open_loggers
+from crossrl.report.metrics_file import MetricsFile
 from crossrl.report.samples import Sample, write_samples
 
 
@@ -99,6 +100,12 @@ class Reporter:
         self._took.append(took)
         eta = sum(self._took) / len(self._took) * (self._total - step)
         self._display.step(step, self._total, metrics, metrics.get("timing_s/step", took), eta)
+
+    def complete(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a step's metrics to metrics.jsonl if a run that was killed after saving did not come to it."""
+        for logger in self._loggers:
+            if isinstance(logger, MetricsFile) and not logger.holds(step, next(iter(metrics))):
+                logger.log(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
         """The held-out data was answered with the weights after ``step`` (0: before training)."""

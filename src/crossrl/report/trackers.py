@@ -73,12 +73,13 @@ class MLflow:
         id_file = run.folder / "mlflow_run_id"
         run.folder.mkdir(parents=True, exist_ok=True)
         # MLflow 3 no longer writes plain folders: without a server it wants a data base.
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = server or f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
         try:
             self._mlflow.set_tracking_uri(uri)
             if self._mlflow.get_experiment_by_name(run.project) is None:
-                files = None if "MLFLOW_TRACKING_URI" in os.environ else (run.folder / "mlflow_files").absolute().as_uri()
-                self._mlflow.create_experiment(run.project, artifact_location=files)
+                files = (run.folder / "mlflow_files").absolute().as_uri()
+                self._mlflow.create_experiment(run.project, artifact_location=None if server else files)
             self._mlflow.set_experiment(run.project)
             run_id = id_file.read_text().strip() if id_file.exists() else None
             started = self._mlflow.start_run(run_id=run_id, run_name=None if run_id else run.experiment)

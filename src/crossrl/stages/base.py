@@ -13,6 +13,10 @@ from crossrl import schema
 from crossrl.batch import Batch, BatchError
 
 
+# The stages in the order of a step.
+ORDER = ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update", "checkpoint", "sync")
+
+
 @dataclass(frozen=True, slots=True)
 class At:
     """Where in the run a stage is called.

@@ -10,7 +10,7 @@ run.sample("ab12/0/7/3").response             # text
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,9 +88,10 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True)
 class RunTape:
-    """A recorded run. Every method reads from the disk and checks digests; ``CorruptRecord`` is raised from any."""
+    """A recorded run. What is read is checked against its digests; any method may raise ``CorruptRecord``."""
 
     layout: RunLayout
+    _open: dict[Path, Record] = field(default_factory=dict, repr=False)  # of the step that was read last
 
     def steps(self) -> list[int]:
         return self.layout.steps()
@@ -107,8 +108,13 @@ class RunTape:
     def record(self, step: int, stage: str, call: int = 0, split: Split = "train") -> Record:
         """Raises ``RecordMissing`` with what there is."""
         path = self.layout.path(stage, At(step, call, split), 0)
+        if path in self._open:
+            return self._open[path]
+        if any(p.parent != path.parent for p in self._open):
+            self._open.clear()
         try:
-            return read_record(path)
+            self._open[path] = read_record(path)
+            return self._open[path]
         except RecordMissing:
             there = ", ".join(f"{s}.{at.call}" for s, at in self.calls(step, split)) or "nothing"
             raise RecordMissing(f"no record at {path}; recorded at step {step} ({split}): {there}") from None
@@ -146,7 +152,8 @@ class RunTape:
         columns: dict[str, Any] = {}
         meanings: dict[str, Meaning] = {}
         for name in record.header.reads:
-            source = self.written(step, name, record.sample_id, split, before=stage)
+            own = record.only([name]) if name in record.header.fields else None
+            source = own or self.written(step, name, record.sample_id, split, before=stage)
             if source is None:
                 raise TapeError(
                     f"{record.path}: its input {name!r} is in no record of step {step}: record the stage that writes it"
@@ -162,6 +169,14 @@ class RunTape:
                 )
         return batch
 
+    def writers(self, step: int, name: str, split: Split = "train", before: str | None = None) -> list[Record]:
+        """The records of ``step`` that hold field ``name``, of stages before stage ``before``."""
+        return [
+            record
+            for _, record in self.records(step, split)
+            if name in record.header.fields and (before is None or stage_rank(record.header.stage) < stage_rank(before))
+        ]
+
     def written(
         self, step: int, name: str, sample_id: Sequence[str], split: Split = "train", before: str | None = None
     ) -> Batch | None:
@@ -169,11 +184,7 @@ class RunTape:
 
         None when a sample is in no record with that field.
         """
-        parts = [
-            record.only([name])
-            for at, record in self.records(step, split)
-            if name in record.header.fields and (before is None or stage_rank(record.header.stage) < stage_rank(before))
-        ]
+        parts = [record.only([name]) for record in self.writers(step, name, split, before)]
         where = {sample: (part, i) for part in parts for i, sample in enumerate(part.sample_id)}
         if not parts or any(sample not in where for sample in sample_id):
             return None

@@ -22,6 +22,7 @@ Verdict = Literal[
     "equal", "settings differ", "records missing", "samples differ", "inputs differ", "weights differ",
     "meaning differs", "tokens differ", "values differ", "nothing to compare",
 ]  # fmt: skip
+_WEIGHTS = "the stage ran with other weights in A than in B"
 _TOKENS = ("prompt_ids", "response_ids", "response_mask")
 
 
@@ -114,6 +115,8 @@ class _Walk:
                     if (each.stage, each.at) == (stage, at):
                         return "inputs differ", each, _mixed(side, each)
             pair = self.a.record(step, stage, at.call, split), self.b.record(step, stage, at.call, split)
+            for record in pair:
+                record.check()  # equal digests in two record.json say nothing about data that has changed since
             self.compared += 1
             self._note_settings(stage, *pair)
             found = self._pair(stage, at, *pair)
@@ -137,6 +140,8 @@ class _Walk:
 
     def _pair(self, stage: str, at: At, a: Record, b: Record) -> tuple[Verdict, Difference | None, str] | None:
         if a.header.content == b.header.content and _same_inputs(a, b) and a.header.info == b.header.info:
+            if difference := _weights(stage, at, a, b):
+                return "weights differ", difference, _WEIGHTS
             return None
         if refuse.samples(a.sample_id, b.sample_id):
             first = next(d for d in compare(a.only([]), b.only([]), stage, at) if d.kind in ("ids", "order"))
@@ -144,7 +149,7 @@ class _Walk:
         if difference := _inputs(stage, at, a, b):
             return "inputs differ", difference, f"{stage} was given something else in A than in B"
         if difference := _weights(stage, at, a, b):
-            return "weights differ", difference, f"{stage} ran with other weights in A than in B"
+            return "weights differ", difference, _WEIGHTS
         found = compare(a.batch, b.batch, stage, at, self.tolerance)
         for difference in found:
             if difference.kind == "meaning":

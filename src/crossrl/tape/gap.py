@@ -59,6 +59,9 @@ def input_differences(run: RunTape, step: int, split: Split = "train") -> list[D
     out = []
     for at, record in run.records(step, split):
         for name, read in record.header.reads.items():
+            sources = run.writers(step, name, split, before=record.header.stage)
+            if [(s.sample_id, s.header.fields[name].digest) for s in sources] == [(record.sample_id, read.digest)]:
+                continue
             source = run.written(step, name, record.sample_id, split, before=record.header.stage)
             if source is None:
                 continue

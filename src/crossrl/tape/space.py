@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -72,22 +73,27 @@ class Retention:
         self._layout, self._keep, self._max = layout, keep, max_bytes
         self._used = folder_bytes(layout.root) if max_bytes is not None and layout.root.is_dir() else 0
         self._pending: dict[Path, int] = {}
+        self._lock = (
+            threading.Lock()
+        )  # of the two counts: `admit` runs in the stages' thread, `written` in the writer's
 
     def admit(self, path: Path, nbytes: int) -> None:
         """Raise ``TapeFull`` when a record with ``nbytes`` of columns would not fit into ``max_bytes``."""
         need = nbytes + _RECORD_BYTES
-        total = self._used + sum(self._pending.values()) + need
+        with self._lock:
+            total = self._used + sum(self._pending.values()) + need
+            self._pending[path] = need
         if self._max is not None and total > self._max:
             raise TapeFull(
                 f"the record {path} (about {need} bytes) would take the tape in {self._layout.root} to {total} bytes, "
                 f"more than tape.max_bytes={self._max}. Raise it, or record less: tape.keep, tape.steps, tape.stages"
             )
-        self._pending[path] = need
 
     def written(self, path: Path, size: int) -> None:
         """Count a finished record and remove steps that are no longer kept (called in the writer's thread)."""
-        self._used += size
-        self._pending.pop(path, None)
+        with self._lock:
+            self._used += size
+            self._pending.pop(path, None)
         if self._keep is None:
             return
         steps = self._layout.steps()
@@ -97,5 +103,6 @@ class Retention:
             freed = folder_bytes(old) if self._max is not None else 0
             old.rename(gone)
             shutil.rmtree(gone)
-            self._used -= freed
+            with self._lock:
+                self._used -= freed
             logger.debug("tape: removed step %d (tape.keep=%d)", step, self._keep)

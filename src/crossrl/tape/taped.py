@@ -54,7 +54,7 @@ class Taped:
         given, own = batch.only(self.reads), batch.only(self.inner.reads)
         index = self.tape.count(self.layout, self.name, at)
         steps = self.tape.options.steps
-        if self.mode == "record" and steps is not None and at.step not in steps:
+        if steps is not None and at.step not in steps:
             return self.inner(own, at)
         target = self.layout.path(self.name, at, index)
         path = self.layout.find(self.name, at, index)
