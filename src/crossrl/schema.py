@@ -45,7 +45,7 @@ _FIELDS = [
     Field("baseline_reward", "number", "float64", "ReMax: the score of the greedy response to the same prompt", nan="no score"),
     Field("score", "number", "float64", "what the verifier returned", nan="no score"),
     Field("reward", "number", "float64", "the score, shaped (overlong penalty): what advantages are made of", nan="no score: excluded from training"),
-    Field("reward_status", "value", "str", "ok, or why there is no score: raised, timed_out, wrong_type, wrong_count, non_finite"),
+    Field("reward_status", "value", "str", "ok, or why there is no score: raised, crashed, timed_out, wrong_type, wrong_count, non_finite"),
     Field("reward_extra", "value", "json", "what else a verifier returned (a dict), for metrics"),
     Field("old_log_probs", "ragged", "float32", "nat; the trainer's log-probs under the weights before the update", "response_ids"),
     Field("entropy", "ragged", "float32", "nat; entropy of the trainer's distribution at each response position", "response_ids"),

@@ -68,10 +68,13 @@ def verify(request: Request, reporter: Reporter) -> Verified:
     recorded = load_config([], str(config)).config
     source = RunLayout(Path(recorded.tape.dir) if recorded.tape.dir else request.run / "tape")
     wanted = _steps(source, request.steps)
+    weightless = bool(request.stages) and set(request.stages) <= set(WEIGHTLESS)
+    # Then no update runs here, so what is loaded for the others belongs to other weights, which is fine.
+    accept = ["weights"] if weightless else []
     with tempfile.TemporaryDirectory(prefix="crossrl-verify-") as scratch:
         overrides = [
             "tape.mode=verify", f"tape.replay_from='{source.root}'", f"tape.steps='{','.join(map(str, sorted(wanted)))}'",
-            "tape.dir=null", "tape.keep=null", "tape.max_bytes=null", "tape.stages=[all]",
+            "tape.dir=null", "tape.keep=null", "tape.max_bytes=null", "tape.stages=[all]", f"tape.accept={[*recorded.tape.accept, *accept]}",
             f"trainer.default_local_dir='{scratch}'",
             "actor_rollout_ref.rollout.skip_rollout=False", "trainer.resume_mode=disable", "trainer.logger=[]",
             "trainer.rollout_data_dir=null", "trainer.validation_data_dir=null", *request.overrides,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,13 +39,14 @@ def load_causal_lm(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     _override(config, override_config or {}, folder)
     switch_dropout_off(config)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=as_dtype(dtype),
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
-    )
+    with _no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=as_dtype(dtype),
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
     model.to(device)  # type: ignore[arg-type]
     return model.eval()
 
@@ -60,9 +63,22 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> None:
     """Write ``model`` (safetensors) and ``tokenizer`` as a Hugging Face folder that ``load_causal_lm`` reads."""
-    model.save_pretrained(folder)
+    with _no_progress_bar():
+        model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A bar per model that is loaded or saved says nothing in a run that has a progress display of its own."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def model_folder(path: str | Path) -> Path:

@@ -83,6 +83,7 @@ class Tape:
         self.weight_version, self.wait = weight_version, wait
         self.accepted: list[Mismatch] = []
         self.comparisons: list[Comparison] = []
+        self._layouts: list[Layout] = [layout]
         self._calls: dict[str, int] = {}
         self._labels: dict[Path, str] = {}
         self._versions = _versions()
@@ -129,7 +130,8 @@ class Tape:
             )
         kept = tuple(carry if carry is not None else PROMPT_FIELDS if stage.name == "rollout" else ())
         layout = layout or self.layout
-        if layout is not self.layout:
+        if layout not in self._layouts:
+            self._layouts.append(layout)
             logger.info("%s: %s", layout.label, layout.describe())
             clean_leftovers(layout.root)
         if in_ray_session(layout.root):
