@@ -113,7 +113,10 @@ def main() -> None:
     demo, work = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     start = time.perf_counter()
-    results: dict[str, object] = {"straight_status": train(demo, work / "straight"), "straight": outcome(work / "straight")}
+    results: dict[str, object] = {
+        "straight_status": train(demo, work / "straight"),
+        "straight": outcome(work / "straight"),
+    }
     took = time.perf_counter() - start
     cases = {}
     for stage in STAGES:

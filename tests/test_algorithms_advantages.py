@@ -85,6 +85,12 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
     np.testing.assert_allclose(got, np.array([-2 / 3, -2 / 3, 4 / 3]) / np.sqrt(4 / 3), rtol=1e-6)
 
 
+def test_reinforce_plus_plus_baseline_subtracts_each_groups_own_mean() -> None:
+    # centred -1, 1 and -3, 3: mean 0, squared deviations 20, variance 20 / 3
+    got = reinforce_plus_plus_baseline(outcomes([0, 2, 94, 100], ["a", "a", "b", "b"])).values
+    np.testing.assert_allclose(got, np.array([-1, 1, -3, 3]) / np.sqrt(20 / 3), rtol=1e-6)
+
+
 def test_remax_by_hand() -> None:
     # return from each token on, 3 - 0.1 - 0.2 = 2.7 and 3 - 0.2 = 2.8, minus the greedy response's 1
     o = outcomes([3], ["a"], [[1, 1]], token_rewards=[[-0.1, -0.2]], baseline=[1])
@@ -158,6 +164,7 @@ def test_remax_excludes_a_sample_without_baseline() -> None:
     got = estimate("remax", outcomes([1, 1], ["a", "b"], baseline=[NAN, 0.25]))
     assert got.excluded.tolist() == [True, False]
     assert got.advantages.values.tolist() == [0.0, 0.75]
+    assert not estimate("grpo", outcomes([1, 1], ["a", "b"], baseline=[NAN, 0.25])).excluded.any()
 
 
 def test_all_rewards_missing_is_finite_and_reported() -> None:

@@ -95,6 +95,12 @@ def test_rejection_by_hand(name: str, limit: float | str, keep: list[int]) -> No
     assert got.is_weights.values.tolist() == [1, 1, 1, 1]
 
 
+def test_a_mean_is_over_the_tokens_that_count() -> None:
+    config = CorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold=1.5)
+    got = run(config, [[2], [2, 1]], [[1], [1, 0]])  # log 2 each, not the half of it
+    assert got.mask.values.tolist() == [0, 0, 0]
+
+
 def test_limits_belong_to_what_is_kept() -> None:
     config = CorrectionConfig("token", "1.0_1.0", False, "token_k1", "1.0_1.0")
     got = run(config, [[1, 1.001, 0.999]])

@@ -76,6 +76,10 @@ def test_learning_rate_counted_from_one_is_shifted_by_a_step() -> None:
         assert later[0] == 0.5
 
 
+def test_a_run_of_one_step_has_its_full_rate() -> None:
+    assert [lr_factor(0, schedule, total_steps=1) for schedule in SCHEDULES] == [1, 1, 1]
+
+
 def test_warmup_may_take_all_of_the_run() -> None:
     assert [lr_factor(s, "linear", warmup=3, total_steps=3, zero_indexed=False) for s in range(3)] == pytest.approx(
         [1 / 3, 2 / 3, 1]
@@ -86,6 +90,7 @@ def test_warmup_steps_come_from_the_count_or_the_ratio() -> None:
     assert warmup_steps(5, 0.5, 100) == 5
     assert warmup_steps(-1, 0.05, 50) == 2
     assert warmup_steps(None, 0.0, 50) == 0
+    assert warmup_steps(0, 0.5, 10) == 5
 
 
 def test_a_bad_schedule_is_refused() -> None:

@@ -330,6 +330,18 @@ def test_an_accepted_difference_is_written_into_the_new_runs_records(recorded: P
     assert read_record(tmp_path / "clean" / "step_000001" / "rollout.0").header.accepted == ()
 
 
+def test_a_stage_loaded_from_one_tape_and_recorded_on_another_counts_its_calls_once(
+    recorded: Path, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "new")
+    both = run.tape.wrap(run.tape.wrap(run.rollout, "replay", RunLayout(recorded)), "record")
+    for step in (1, 2):
+        apply(both, prompts([1, 2, 3, 4]), At(step))
+    run.tape.close()
+    assert run.rollout.calls == 0
+    assert [read_record(tmp_path / "new" / f"step_00000{s}" / "rollout.0").header.index for s in (1, 2)] == [0, 1]
+
+
 def test_an_override_that_accepted_nothing_is_reported(recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(recorded, options=TapeOptions(accept=("rollout.temprature",)))
     run.step(prompts([1, 2, 3, 4]), At(1), "replay")

@@ -17,21 +17,18 @@ from typing import Any, Literal
 import numpy as np
 
 from crossrl.batch import Batch, Meaning, Ragged
-from crossrl.stages.base import At
+from crossrl.stages.base import ORDER, At
 from crossrl.tape.capture import read_digests
 from crossrl.tape.errors import RecordMissing, TapeError
 from crossrl.tape.layout import RunLayout
 from crossrl.tape.record import Record, read_record
 
-STAGE_ORDER = (
-    "rollout", "reward", "old_log_prob", "ref_log_prob", "values", "advantage", "update", "checkpoint", "sync",
-)  # fmt: skip
 Split = Literal["train", "val"]
 
 
 def stage_rank(stage: str) -> tuple[int, str]:
     """Sorts stages in the order of a step; unknown ones come last, by name."""
-    return (STAGE_ORDER.index(stage), "") if stage in STAGE_ORDER else (len(STAGE_ORDER), stage)
+    return (ORDER.index(stage), "") if stage in ORDER else (len(ORDER), stage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,8 +199,10 @@ class Tape:
 
     # What follows is for `Taped`.
 
-    def count(self, layout: Layout, stage: str, at: At) -> int:
-        key = f"{layout.label}/{stage}/{at.split}"
+    def count(self, taped: Taped, at: At) -> int:
+        """The index of this call in the run. The mode is part of the key: a stage may be loaded from one tape and
+        recorded on another."""
+        key = f"{taped.layout.label}/{taped.mode}/{taped.name}/{at.split}"
         self._calls[key] = self._calls.get(key, 0) + 1
         return self._calls[key] - 1
 

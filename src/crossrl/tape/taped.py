@@ -52,7 +52,7 @@ class Taped:
         """The stage's output, from the stage or from its record. Raises ``TapeError`` of the kind that fits."""
         self.tape.check()
         given, own = batch.only(self.reads), batch.only(self.inner.reads)
-        index = self.tape.count(self.layout, self.name, at)
+        index = self.tape.count(self, at)
         steps = self.tape.options.steps
         if steps is not None and at.step not in steps:
             return self.inner(own, at)
