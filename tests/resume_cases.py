@@ -85,7 +85,8 @@ def outcome(folder: Path) -> dict[str, object]:
     rewards = [row["critic/rewards/mean"] for row in rows]
     return {
         "digest": digest, "loader": state["loader"], "advantage": state["advantage"], "engine": state["engine"],
-        "steps": [row["step"] for row in rows], "rewards": rewards, "left": sorted(p.name for p in folder.glob(".*.tmp")),
+        "steps": [row["step"] for row in rows], "rewards": rewards,
+        "left": sorted(p.name for p in folder.glob(".*.tmp")),
         "checkpoints": sorted(p.name for p in folder.glob("global_step_*")),
     }  # fmt: skip
 

@@ -43,7 +43,8 @@ def run(demo_files, tmp_path):
         target = tmp_path / folder
         base = [
             f"data.train_files={demo_files}/train.parquet", "data.train_max_samples=8", "data.train_batch_size=4",
-            "data.max_prompt_length=8", "data.max_response_length=5", f"actor_rollout_ref.model.path={demo_files}/model",
+            "data.max_prompt_length=8", "data.max_response_length=5",
+            f"actor_rollout_ref.model.path={demo_files}/model",
             "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.n=4",
             f"reward.custom_reward_function.path={demo_files}/sort_reward.py", "reward.num_workers=1",
             "trainer.num_threads=1", "trainer.device=cpu", f"trainer.default_local_dir={target}", "trainer.save_freq=2",
@@ -64,7 +65,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 ALGORITHMS = {
     "grpo": [],
-    "dr_grpo": ["algorithm.norm_adv_by_std_in_grpo=False", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"],
+    "dr_grpo": ["algorithm.norm_adv_by_std_in_grpo=False",
+                "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"],
     "rloo": ["algorithm.adv_estimator=rloo"],
     "reinforce_plus_plus": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
     "reinforce_plus_plus_baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
@@ -79,8 +81,9 @@ ALGORITHMS = {
     "overlong": ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=2"],
 }  # fmt: skip
 NEEDED = (
-    "critic/score/mean", "critic/rewards/mean", "actor/entropy", "actor/pg_clipfrac", "actor/grad_norm", "actor/ppo_kl",
-    "training/rollout_probs_diff_mean", "response_length/mean", "timing_s/gen", "timing_s/update_actor", "timing_s/step",
+    "critic/score/mean", "critic/rewards/mean", "actor/entropy", "actor/pg_clipfrac", "actor/grad_norm",
+    "actor/ppo_kl", "training/rollout_probs_diff_mean", "response_length/mean", "timing_s/gen",
+    "timing_s/update_actor", "timing_s/step",
     "perf/throughput", "actor/lr",
 )  # fmt: skip
 
@@ -203,7 +206,7 @@ def test_resuming_with_other_data_is_refused(run):
 
 def test_resume_from_a_path_goes_on_in_another_folder(run):
     run("trainer.total_training_steps=4", folder="whole")
-    code, rows, _ = run(
+    code, _, _ = run(
         "trainer.total_training_steps=4", "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={run.folder}/whole/global_step_2", folder="branch",
     )  # fmt: skip

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from crossrl.models.linear import adds_directly, linear
+
 # Softmax numerators are kept from forward to backward up to this size, else recomputed in the backward pass.
-KEEP_BYTES = 256 << 20
+KEEP_BYTES = 160 << 20
 CHUNK_BYTES = 64 << 20
 
 
@@ -41,13 +43,36 @@ class Head:
         return cls(linear.weight, getattr(linear, "bias", None), scale, softcap)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[T, V]``."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        """float32 ``[T, V]``, contiguous, the caller's to overwrite. For inference: no gradient."""
+        logits = linear(hidden, self.weight, self.bias).float().contiguous()
         if self.scale != 1.0:
-            logits = logits * self.scale
+            logits.mul_(self.scale)
         if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
+
+    def log_softmax(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+        """float32 ``[T, V]``: log softmax(logits / temperature). A row's bits depend on nothing but the row."""
+        logits = self.logits(hidden)
+        if temperature != 1.0:
+            logits.div_(temperature)
+        return log_softmax_(logits)
+
+    def through_scale(self, d: torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+        """From the gradient of ``logits / temperature`` to that of ``h @ weight.T + bias``; ``d`` is overwritten."""
+        if temperature != 1.0:
+            d.div_(temperature)
+        if self.softcap is not None:
+            capped = self.logits(hidden).div_(self.softcap)
+            d.mul_(1.0 - capped.square_())
+        if self.scale != 1.0:
+            d.mul_(self.scale)
+        return d
+
+
+def log_softmax_(logits: torch.Tensor) -> torch.Tensor:
+    """Log softmax over the last dimension, in place (each row is read to its end before it is written)."""
+    return torch._log_softmax(logits, -1, False, out=logits)
 
 
 def log_probs(
@@ -55,17 +80,75 @@ def log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-prob (nat, float32) of ``targets`` ``[N]`` after dividing logits by ``temperature``; entropy if asked.
 
-    ``hidden``: ``[N, hidden]``. Differentiable in ``hidden`` and the head's weight and bias.
+    ``hidden``: ``[N, hidden]``. Differentiable in ``hidden`` and the head's weight and bias. Logits exist for a
+    chunk of positions at a time; what the backward pass needs of them is kept where it is small.
     """
-    rows = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-    values, entropies = [], []
-    for start in range(0, len(targets), rows):
-        logits = head.logits(hidden[start : start + rows]) / temperature
-        log_p = torch.log_softmax(logits, -1)
-        values.append(log_p.gather(1, targets[start : start + rows, None])[:, 0])
-        if entropy:
-            entropies.append(-(log_p.exp() * log_p).sum(-1))
-    if not values:
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        return empty, (empty if entropy else None)
-    return torch.cat(values), (torch.cat(entropies) if entropy else None)
+    values, entropies = _LogProbs.apply(hidden, head.weight, head.bias, targets, head, temperature, entropy)
+    return values, (entropies if entropy else None)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        head: Head,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(targets)
+        values = hidden.new_empty(count, dtype=torch.float32)
+        entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
+        keep = any(ctx.needs_input_grad[:3]) and head.softcap is None and 4 * count * len(weight) <= KEEP_BYTES
+        kept: list[torch.Tensor] = []
+        for rows in _chunks(count, len(weight)):
+            log_p = head.log_softmax(hidden[rows], temperature)
+            values[rows] = log_p.gather(1, targets[rows, None])[:, 0]
+            if entropy:
+                entropies[rows] = -(log_p.exp() * log_p).sum(-1)
+            if keep:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, targets, entropies)
+        ctx.head, ctx.temperature, ctx.entropy, ctx.kept = head, temperature, entropy, kept
+        return values, entropies
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, entropies = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        direct = needs_weight and adds_directly(weight)
+        d_weight = weight.grad if direct else torch.zeros_like(weight) if needs_weight else None
+        d_bias = torch.zeros_like(ctx.head.bias) if needs_bias else None
+        kept = ctx.kept
+        ctx.kept = []
+        for i, rows in enumerate(_chunks(len(targets), len(weight))):
+            log_p = kept[i] if kept else ctx.head.log_softmax(hidden[rows], ctx.temperature)
+            if kept:
+                kept[i] = None
+            at, g = targets[rows], grad[rows]
+            if ctx.entropy:  # d entropy / d logit = -p (log p + entropy)
+                d = log_p.exp()
+                log_p.add_(entropies[rows, None]).mul_(-grad_entropy[rows, None]).sub_(g[:, None])
+                d.mul_(log_p)
+            else:
+                d = log_p.exp_().mul_(-g[:, None])
+            d[torch.arange(len(g), device=d.device), at] += g
+            d = ctx.head.through_scale(d, hidden[rows], ctx.temperature).to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(d, weight, out=d_hidden[rows])
+            if d_weight is not None:
+                d_weight.addmm_(d.t(), hidden[rows])
+            if d_bias is not None:
+                d_bias += d.sum(0)
+        return d_hidden, None if direct else d_weight, d_bias, None, None, None, None
+
+
+def _chunks(count: int, vocabulary: int) -> list[slice]:
+    rows = max(16, CHUNK_BYTES // (4 * vocabulary))
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]

@@ -50,41 +50,41 @@ def speed_up(model: nn.Module) -> None:
             module.__class__ = FastEmbedding
 
 
-def transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` for ``[M, K]`` and ``[N, K]``, as the transpose of a contiguous ``[N, M]``."""
-    return torch.mm(weight, x.t()).t()
+def adds_directly(weight: torch.Tensor) -> bool:
+    """Whether a backward pass may add to ``weight.grad`` by itself."""
+    return _accumulating.get() and weight.grad is not None and weight.device.type == "cpu"
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``F.linear`` for inference; for few rows on CPU the result is laid out column by column."""
+    rows = x.numel() // x.shape[-1]
+    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or rows > MAX_TRANSPOSED_ROWS:
+        return F.linear(x, weight, bias)
+    out = torch.mm(weight, x.reshape(rows, -1).t()).t()
+    if bias is not None:
+        out = out + bias
+    return out.view(*x.shape[:-1], len(weight))
 
 
 class FastLinear(nn.Linear):
     """``nn.Linear``; see the module's docstring."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if weight.device.type != "cpu" or input.dtype != torch.float32 or weight.dtype != torch.float32:
-            return F.linear(input, weight, self.bias)
-        if torch.is_grad_enabled() and weight.requires_grad:
-            if _accumulating.get() and weight.grad is not None:
-                return _AccumulatingLinear.apply(input, weight, self.bias)
-            return F.linear(input, weight, self.bias)
-        if input.numel() > MAX_TRANSPOSED_ROWS * self.in_features or torch.is_grad_enabled():
-            return F.linear(input, weight, self.bias)
-        out = transposed(input.reshape(-1, self.in_features), weight)
-        if self.bias is not None:
-            out = out + self.bias
-        if self.out_features <= self.in_features:
-            # What joins the residual or is split into heads is small: a copy costs less than strided reads.
-            out = out.contiguous()
-        return out.view(*input.shape[:-1], self.out_features) if input.dim() != 3 or input.shape[0] == 1 else out.reshape(
-            *input.shape[:-1], self.out_features
-        )
+        if torch.is_grad_enabled():
+            if self.weight.requires_grad and adds_directly(self.weight):
+                return _AccumulatingLinear.apply(input, self.weight, self.bias)
+            return F.linear(input, self.weight, self.bias)
+        out = linear(input, self.weight, self.bias)
+        # What joins the residual or is split into heads is small: a copy costs less than strided reads.
+        return out.contiguous() if self.out_features <= self.in_features else out
 
 
 class FastEmbedding(nn.Embedding):
-    """``nn.Embedding`` without padding, norm or scaling; see the module's docstring."""
+    """``nn.Embedding`` without norm or scaling; see the module's docstring."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if _accumulating.get() and self.weight.grad is not None and self.weight.device.type == "cpu":
-            return _AccumulatingEmbedding.apply(input, self.weight)
+        if self.weight.requires_grad and torch.is_grad_enabled() and adds_directly(self.weight):
+            return _AccumulatingEmbedding.apply(input, self.weight, self.padding_idx)
         return super().forward(input)
 
 
@@ -108,17 +108,21 @@ class _AccumulatingLinear(torch.autograd.Function):
 
 class _AccumulatingEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
+        ctx.padding = padding
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
         ids, weight = ctx.saved_tensors
-        weight.grad.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
-        return None, None
+        ids, grad = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        if ctx.padding is not None:  # PyTorch gives the padding row no gradient, also where it is the end token
+            real = ids != ctx.padding
+            ids, grad = ids[real], grad[real]
+        weight.grad.index_add_(0, ids, grad)
+        return None, None, None
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """A padding row would get a gradient here and none from PyTorch; nobody pads in a packed row, but be exact."""
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
