@@ -88,6 +88,10 @@ def test_each_numeric_key_is_refused_outside_its_interval_and_taken_at_an_inclus
             assert "want a number in" not in str(error)
 
 
+def test_every_number_that_is_not_a_whole_one_has_an_interval():
+    assert [path for path, leaf in leaves().items() if leaf.kind is float and path not in RANGES] == []
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_numbers_that_are_not_finite_are_refused(value):
     assert f"{A}.optim.lr" in problem(f"{A}.optim.lr={value}")

@@ -78,6 +78,7 @@ ALGORITHMS = {
     "tis_and_mis": ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=sequence",
                     "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0'"],
     "bypass": ["algorithm.rollout_correction.bypass_mode=True"],
+    "mask_truncated": ["algorithm.mask_truncated=True"],
     "overlong": ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=2"],
 }  # fmt: skip
 NEEDED = (
@@ -157,6 +158,13 @@ def test_rewards_that_fail_are_counted_named_and_left_out(run, tmp_path):
     assert rows[0]["reward/raised"] + rows[0]["reward/ok"] == 16
     assert rows[0]["actor/masked_sequences"] == rows[0]["reward/raised"] > 0
     assert any("odd answer" in w for w in reporter.warnings)
+
+
+def test_when_every_response_is_cut_off_and_masked_the_loss_is_zero_and_it_is_reported(run):
+    code, rows, _ = run("algorithm.mask_truncated=True", "data.max_response_length=1")
+    assert code == 0
+    cut = [row for row in rows if row["response_length/clip_ratio"] == 1.0]
+    assert cut and all(row["actor/loss"] == 0.0 and row["actor/masked_sequences"] == 16 for row in cut)
 
 
 def test_the_learning_rate_follows_the_schedule(run):

@@ -81,6 +81,7 @@ def advantage_config(cfg: RunConfig) -> AdvantageConfig:
         algorithm.gamma,
         algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
         correction(cfg),
+        algorithm.mask_truncated,
     )
 
 

@@ -201,7 +201,7 @@ class Trainer:
         self.reporter.validation(self.done, metrics, self._samples(samples))
 
     def _metrics(self, batch: Batch) -> dict[str, float]:
-        return {**batch_metrics(batch), **self.log.metrics, "training/epoch": float(self.parts.loader.epoch)}
+        return {**self.log.metrics, **batch_metrics(batch), "training/epoch": float(self.parts.loader.epoch)}
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.parts.total_steps)

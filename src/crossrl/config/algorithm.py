@@ -69,6 +69,9 @@ class AlgorithmConfig:
     """Discount per token."""
     lam: float = 1.0
     """Lambda of gae; no effect on the other estimators."""
+    mask_truncated: bool = False
+    """Leave responses that were cut off at the maximum length out of the loss (DAPO's overlong filtering, arXiv
+    2503.14476, section 3.4). Not a key of verl's."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence to the reference model from the reward, token by token."""
     kl_penalty: str = field(default="kl", metadata=allowed(*KL_TYPES))

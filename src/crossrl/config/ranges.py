@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,12 @@ RANGES = {
     "data.train_batch_size": "[1, inf)",
     "data.gen_batch_size": "[1, inf)",
     "data.val_batch_size": "[1, inf)",
+    "data.seed": "[0, inf)",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "[1, inf)",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "[1, inf)",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "[1, inf)",
     "actor_rollout_ref.actor.ppo_epochs": "[1, inf)",
+    "actor_rollout_ref.actor.data_loader_seed": "[0, inf)",
     "actor_rollout_ref.actor.clip_ratio": "(0, inf)",
     "actor_rollout_ref.actor.clip_ratio_low": "(0, inf)",
     "actor_rollout_ref.actor.clip_ratio_high": "(0, inf)",
@@ -30,6 +31,7 @@ RANGES = {
     "actor_rollout_ref.actor.optim.lr": "[0, inf)",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "[-1, inf)",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "[0, 1]",
+    "actor_rollout_ref.actor.optim.total_training_steps": "[-1, inf)",
     "actor_rollout_ref.actor.optim.weight_decay": "[0, inf)",
     "actor_rollout_ref.actor.optim.eps": "(0, inf)",
     "actor_rollout_ref.actor.optim.clip_grad": "(0, inf)",
@@ -40,12 +42,15 @@ RANGES = {
     "actor_rollout_ref.rollout.n": "[1, inf)",
     "actor_rollout_ref.rollout.temperature": "(0, inf)",
     "actor_rollout_ref.rollout.top_p": "(0, 1]",
+    "actor_rollout_ref.rollout.seed": "[0, inf)",
     "actor_rollout_ref.rollout.max_num_seqs": "[1, inf)",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "[1, inf)",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "[1, inf)",
     "actor_rollout_ref.rollout.val_kwargs.n": "[1, inf)",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "[0, inf)",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "(0, 1]",
+    "reward.overlong_buffer.len": "[0, inf)",
+    "reward.overlong_buffer.penalty_factor": "[0, inf)",
     "reward.num_workers": "[1, inf)",
     "reward.timeout_s": "(0, inf)",
     "algorithm.gamma": "[0, 1]",
@@ -96,8 +101,7 @@ def check_values(flat: Mapping[str, Any]) -> list[str]:
 def _out_of_range(path: str, value: float | None, interval: str) -> str:
     low, high = (float(bound) for bound in interval[1:-1].split(","))
     if value is None or (
-        math.isfinite(value)
-        and (value > low or (value == low and interval[0] == "["))
+        (value > low or (value == low and interval[0] == "["))
         and (value < high or (value == high and interval[-1] == "]"))
     ):
         return ""

@@ -12,6 +12,7 @@ from crossrl.algorithms.advantages import Outcomes, estimate
 from crossrl.algorithms.aggregation import mask_metrics
 from crossrl.algorithms.correction import CorrectionConfig, correct
 from crossrl.algorithms.kl import KLController, kl_rewards
+from crossrl.algorithms.shaping import overlong_filter
 from crossrl.batch import Batch, Ragged
 from crossrl.stages.base import At
 
@@ -20,7 +21,8 @@ from crossrl.stages.base import At
 class AdvantageConfig:
     """``kl_kind``: estimator of the KL penalty in the reward, None without one.
 
-    ``correction``: importance weights between sampler and trainer, None without them.
+    ``correction``: importance weights between sampler and trainer, None without them. ``mask_truncated``: responses
+    that were cut off do not count in the loss (their reward still counts in their group's baseline).
     """
 
     estimator: str
@@ -29,6 +31,7 @@ class AdvantageConfig:
     gamma: float = 1.0
     kl_kind: str | None = None
     correction: CorrectionConfig | None = None
+    mask_truncated: bool = False
 
 
 class Advantage:
@@ -43,6 +46,7 @@ class Advantage:
     def __init__(self, config: AdvantageConfig, controller: KLController) -> None:
         self.config, self.controller = config, controller
         reads = ["group_id", "reward", "response_mask"]
+        reads += ["finish_reason"] if config.mask_truncated else []
         reads += ["baseline_reward"] if config.estimator == "remax" else []
         reads += ["old_log_probs"] if config.kl_kind or config.correction else []
         reads += ["ref_log_probs"] if config.kl_kind else []
@@ -70,6 +74,9 @@ class Advantage:
         )
         keep = np.repeat(~result.excluded, mask.lengths)
         loss_mask = Ragged((mask.values * keep).astype(np.uint8), mask.lengths)
+        if self.config.mask_truncated:
+            loss_mask, cut = overlong_filter(loss_mask, batch["finish_reason"])
+            metrics["advantage/truncated_samples"] = float(cut)
         columns: dict[str, Any] = {"advantages": result.advantages}
         warnings = list(result.warnings)
         if self.config.correction:
