@@ -78,7 +78,7 @@ ALGORITHMS = {
     "tis_and_mis": ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=sequence",
                     "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0'"],
     "bypass": ["algorithm.rollout_correction.bypass_mode=True"],
-    "mask_truncated": ["algorithm.mask_truncated=True"],
+    "mask_truncated": ["algorithm.mask_truncated=True", "data.max_response_length=8"],
     "overlong": ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=2"],
 }  # fmt: skip
 NEEDED = (

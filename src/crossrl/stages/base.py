@@ -12,7 +12,6 @@ from typing import Literal, Protocol, runtime_checkable
 from crossrl import schema
 from crossrl.batch import Batch, BatchError
 
-
 # The stages in the order of a step.
 ORDER = ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update", "checkpoint", "sync")
 
