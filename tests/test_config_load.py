@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -294,11 +295,15 @@ def test_any_change_of_a_number_changes_the_digest_or_is_refused(path, data):
     assert math.isclose(got, value) or (path, value) in after.no_effect or value == 0  # top_k=0 is spelled -1
 
 
-def test_loading_twice_gives_equal_results_and_does_not_leak_between_calls():
-    plain = digest(load().config)
+@pytest.mark.filterwarnings("error")
+def test_loading_twice_gives_equal_results_and_does_not_leak_between_calls(tmp_path):
+    plain, store = digest(load().config), dict(ConfigStore.instance().repo)
     load("trainer.seed=7", "trainer.logger=[console]")
+    (tmp_path / "mine.yaml").write_text("defaults: [demo, _self_]\n")
+    load_config([], str(tmp_path / "mine.yaml"))
     load_config([], "demo")
     assert digest(load().config) == plain
+    assert ConfigStore.instance().repo == store
 
 
 # Help

@@ -20,6 +20,7 @@ BASE = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_r
 # Keys of ours that verl does not have.
 OWN_GROUPS = ("tape.", "reward.overlong_buffer.")
 OWN_KEYS = {
+    "algorithm.mask_truncated",
     "actor_rollout_ref.actor.recompute_old_log_prob",
     "reward.timeout_s",
     "trainer.seed",

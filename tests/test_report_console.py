@@ -116,6 +116,12 @@ def test_the_text_of_a_sample_cannot_change_how_it_is_shown() -> None:
     assert len(row.rstrip()) <= 80
 
 
+def test_of_a_templated_prompt_the_question_is_shown() -> None:
+    display, out = plain()
+    display.samples("one", [Sample("<|im_start|>user\n2 + 3 = ?<|im_end|>\n", "5", "5", 1.0, question="2 + 3 = ?")])
+    assert out.getvalue().splitlines()[-1].split() == ["2", "+", "3", "=", "?", "5", "5", "1"]
+
+
 @pytest.mark.parametrize("text", ["", "abc", "a" * 24, "a" * 25, "é\u200b\n\t" * 20])
 def test_one_line_is_one_printable_line_of_the_width(text: str) -> None:
     short = one_line(text, 24)
@@ -187,7 +193,7 @@ def test_closing_twice_does_nothing_more() -> None:
     with Reporter(display, [recorder]) as reporter:
         reporter.close(ok=False, status="stopped after 2 of 3 steps")
     assert recorder.closed is False
-    assert out.getvalue() == "stopped after 2 of 3 steps\n"
+    assert re.fullmatch(r"stopped after 2 of 3 steps \(0\.\d\d s\)\n", out.getvalue())
 
 
 def test_a_logger_that_fails_fails_the_step() -> None:

@@ -599,6 +599,27 @@ def test_only_the_chosen_steps_are_recorded(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step_000002"] and run.rollout.calls == 3
 
 
+def test_the_choice_of_steps_limits_replay_but_not_a_cache(recorded: Path, tmp_path: Path) -> None:
+    run = Run(recorded, options=TapeOptions(steps=frozenset({2})))
+    for step in (1, 2):
+        run.step(prompts([1, 2, 3, 4]), At(step), "replay")
+    assert run.rollout.calls == 1
+    skipping = Run(recorded, options=TapeOptions(steps=frozenset({2})))
+    for step in (1, 2):
+        skipping.step(prompts([1, 2, 3, 4]), At(step), "cache")
+    assert skipping.rollout.calls == 0
+
+
+def test_c03_two_ranks_that_dump_into_one_folder_are_refused_at_their_first_call(tmp_path: Path) -> None:
+    Run(tmp_path).record(prompts([1]), 1, 2, 3)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    other = Run(tmp_path, rollout=Rollout(shift=5))
+    with pytest.raises(RecordExists):
+        other.step(prompts([1]), At(1), "record")
+    assert other.rollout.calls == 0 and {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert len({p.parent for p in before}) == 9
+
+
 def test_only_the_newest_steps_are_kept(tmp_path: Path) -> None:
     Run(tmp_path, options=TapeOptions(keep=2)).record(prompts([1]), 1, 2, 3, 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000003", "step_000004"]

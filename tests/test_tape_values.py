@@ -102,6 +102,12 @@ def test_a_sub_field_that_cannot_be_stored_is_left_out_and_named() -> None:
         encode_column("extra_info", rows, ["s0", "s1", "s2"], leave_out=False)
 
 
+def test_samples_that_share_one_object_are_stored_and_counted_each() -> None:
+    shared, odd = [{"role": "user"}], {"x": {1}}
+    texts, left_out = encode_column("prompt", [shared, shared, odd, odd, shared], list("abcde"), leave_out=True)
+    assert [loads(t) for t in texts] == [shared, shared, {}, {}, shared] and left_out[0].count == 2
+
+
 def test_the_list_of_what_was_left_out_stays_short() -> None:
     rows = [{f"k{i}": {i}} for i in range(500)]
     _, left_out = encode_column("extra_info", rows, [f"s{i}" for i in range(500)], leave_out=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from crossrl.algorithms.groups import groups_with_signal
 from crossrl.batch import Batch
 from crossrl.stages.base import At, Stage, apply
@@ -26,15 +28,15 @@ class Sampler:
 
     ``draw(groups)``: the next prompts, each repeated n times; fewer, or none, at the end of the data.
     ``groups``: prompts per draw. ``want``: groups to train on; None takes the one draw as it is. Otherwise
-    groups whose samples all score the same are dropped (``metric``: the field compared), and up to
-    ``max_draws`` draws are made (0: as long as there is data). DAPO, arXiv:2503.14476, section 3.2.
+    groups whose samples all have the same ``signal`` (float64 ``[N]``) are dropped, and up to ``max_draws`` draws
+    are made (0: as long as there is data). DAPO, arXiv:2503.14476, section 3.2.
     """
 
     draw: Callable[[int], Batch | None]
     groups: int
     want: int | None = None
     max_draws: int = 0
-    metric: str = "reward"
+    signal: Callable[[Batch], np.ndarray] = lambda batch: batch.array("reward")
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ def collect(run: Callable[[str, Batch, int], Batch], sampler: Sampler, log: Step
         call += 1
         if sampler.want is None:
             return batch
-        keep = groups_with_signal(batch.array(sampler.metric), batch["group_id"])[: sampler.want - have]
+        keep = groups_with_signal(sampler.signal(batch), batch["group_id"])[: sampler.want - have]
         kept.append(batch.take([i for i, g in enumerate(batch["group_id"]) if g in set(keep)]))
         have += len(keep)
         if have >= sampler.want or call == sampler.max_draws:

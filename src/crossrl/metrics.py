@@ -59,6 +59,23 @@ def _extra_numbers(extras: list[Mapping[str, object]]) -> dict[str, list[float]]
     return numbers
 
 
+def outcomes(batch: Batch, name: str) -> np.ndarray:
+    """float64 ``[N]``: what ``algorithm.filter_groups.metric`` names; NaN where a sample has no such number.
+
+    ``reward`` is the shaped one, ``score`` the verifier's; any other name is a number that the verifier returns,
+    and ``acc`` is the score where it returns none (verl's rule).
+    """
+    if name in ("reward", "seq_reward", "seq_final_reward"):
+        return batch.array("reward")
+    score = batch.array("score")
+    if name == "score":
+        return score
+    values = [extra.get(name) for extra in batch["reward_extra"]]
+    fallback = score if name == "acc" else np.full(len(batch), np.nan)
+    found = [float(v) if isinstance(v, (bool, int, float)) else f for v, f in zip(values, fallback.tolist())]
+    return np.array(found, np.float64)
+
+
 def speed_metrics(batch: Batch, seconds: Mapping[str, float], total: float) -> dict[str, float]:
     """Seconds per stage and per step; tokens per second over the step, and of generation alone."""
     prompt, response = (float(batch.ragged(f).lengths.sum()) for f in ("prompt_ids", "response_ids"))

@@ -66,7 +66,7 @@ class RunState:
         if trainer.resume_mode == "resume_path":
             if not trainer.resume_from_path:
                 raise ResumeError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
-            saved = self.store.load(Path(trainer.resume_from_path))
+            saved = self.store.load(Path(trainer.resume_from_path).expanduser())
             if latest is not None and latest > saved.step:
                 raise ResumeError(
                     f"{folder} holds a later checkpoint (step {latest}) than {saved.path}, which this run would have "

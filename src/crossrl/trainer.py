@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import time
@@ -21,7 +22,7 @@ from crossrl.config.resolved import to_yaml
 from crossrl.data.loader import validation_batches
 from crossrl.files import publish_folder, publish_text
 from crossrl.loop import Sampler, StepLog, train_step
-from crossrl.metrics import batch_metrics, speed_metrics
+from crossrl.metrics import batch_metrics, outcomes, speed_metrics
 from crossrl.models.loading import save_hf
 from crossrl.report import Reporter, Sample
 from crossrl.resume import RunState
@@ -55,7 +56,7 @@ class Trainer:
     ) -> None:
         self.loaded, self.cfg, self.reporter, self.wrap = loaded, loaded.config, reporter, wrap
         self.tolerance = tolerance or {}
-        self.folder = Path(self.cfg.trainer.default_local_dir)
+        self.folder = Path(self.cfg.trainer.default_local_dir).expanduser()
         self.done, self.resumed, self.without_signal = 0, 0, 0
         self.log = StepLog()
         self.tape: RunTape | None = None
@@ -137,7 +138,8 @@ class Trainer:
         size, filtering = cfg.data.train_batch_size, cfg.algorithm.filter_groups
         if not filtering.enable:
             return Sampler(draw, size)
-        return Sampler(draw, cfg.data.gen_batch_size or size, size, filtering.max_num_gen_batches, filtering.metric)
+        signal = functools.partial(outcomes, name=filtering.metric)
+        return Sampler(draw, cfg.data.gen_batch_size or size, size, filtering.max_num_gen_batches, signal)
 
     def save(self, step: int) -> dict[str, str]:
         """What the checkpoint stage does."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-COMMANDS = ("train_command", "demo", "model", "verify")
+COMMANDS = ("train_command", "demo", "model", "verify", "diff", "inspect")
 
 DESCRIPTION = """\
 RL post-training whose every stage can be recorded, replayed, swapped with another run's, and cross-examined.

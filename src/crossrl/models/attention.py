@@ -73,51 +73,42 @@ class LayoutPattern:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._masks: dict[int | None, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, extra: Extra
     ) -> torch.Tensor:
         layout = self.layout
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         window = extra.window if extra.window is not None and extra.window < layout.longest else None
-        prompt_mask, response_mask = self._mask(window)
-        index = layout.prompts.index
-        parts = [core(_rows(q, index), _rows(k, index), _rows(v, index), prompt_mask, scale, extra)]
-        if layout.responses is not None:
-            own = layout.responses.index
-            seen = torch.cat([index[layout.group], own], 1)
-            parts.append(core(_rows(q, own), _rows(k, seen), _rows(v, seen), response_mask, scale, extra))
-        flat = torch.cat([p.transpose(1, 2).flatten(0, 1) for p in parts])
-        return flat[layout.scatter]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = []
+        for part, bias in zip(self._parts(), self._bias(window, q.dtype), strict=True):
+            out.append(core(_rows(q, part.rows), _rows(k, part.keys), _rows(v, part.keys), bias, scale, extra))
+        flat = torch.cat([o.transpose(1, 2).flatten(0, 1) for o in out])
+        return flat.index_select(0, layout.scatter)
 
-    def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if window not in self._masks:
-            prompts, responses = self.layout.prompts, self.layout.responses
-            pos, valid = _positions(prompts)
-            prompt_mask = _causal(pos, pos, valid, valid, window)
-            response_mask = None
-            if responses is not None:
-                own, own_valid = _positions(responses)
-                group = self.layout.group
-                keys = torch.cat([pos[group], own], 1)
-                response_mask = _causal(own, keys, own_valid, torch.cat([valid[group], own_valid], 1), window)
-            self._masks[window] = (prompt_mask, response_mask)
-        return self._masks[window]
+    def _parts(self) -> list[Segments]:
+        return [p for p in (self.layout.prompts, self.layout.responses) if p is not None]
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+        """For each part: 0 where a key is seen, else -inf, ``[n, 1, M, L]``. Made once, used by all layers."""
+        if (window, dtype) not in self._biases:
+            self._biases[window, dtype] = [causal_bias(p, window, dtype) for p in self._parts()]
+        return self._biases[window, dtype]
 
 
 def core(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, extra: Extra
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float, extra: Extra
 ) -> torch.Tensor:
-    """Masked attention. q ``[B, H, M, D]``, k and v ``[B, Hkv, L, D]``, mask bool ``[B, 1, M, L]`` (True: seen)."""
+    """Attention. q ``[B, H, M, D]``, k and v ``[B, Hkv, L, D]``, bias ``[B, 1, M or 1, L]`` (0 or -inf)."""
     if extra.softcap is None and extra.sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = q @ k.transpose(2, 3) * scale
     if extra.softcap is not None:
         scores = torch.tanh(scores / extra.softcap) * extra.softcap
-    scores = scores.float().masked_fill(~mask, float("-inf"))
+    scores = scores.float() + bias
     if extra.sinks is not None:
         sinks = extra.sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, sinks], -1)
@@ -125,21 +116,25 @@ def core(
     return weights.to(v.dtype) @ v
 
 
-def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``[T, H, D]`` rows to ``[n, H, longest, D]``."""
-    return x.reshape(x.shape[0], -1)[index].view(*index.shape, *x.shape[1:]).transpose(1, 2)
-
-
-def _positions(segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
-    step = torch.arange(segments.index.shape[1], device=segments.index.device)
-    return segments.start[:, None] + step, step < segments.length[:, None]
-
-
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, is_query: torch.Tensor, is_key: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """bool ``[n, 1, M, L]`` from positions. Padding queries see everything: an empty row would turn into NaN."""
-    seen = (key[:, None] <= query[:, :, None]) & is_key[:, None]
+def causal_bias(part: Segments, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a row sees a key, else -inf. Padding rows see everything: an empty row would turn into NaN."""
+    device = part.rows.device
+    step = torch.arange(part.rows.shape[1], device=device)
+    key = torch.arange(part.keys.shape[1], device=device)
+    query = part.first[:, None] + step
+    seen = key <= query[:, :, None]
     if window is not None:
-        seen &= query[:, :, None] - key[:, None] < window
-    return (seen | ~is_query[:, :, None])[:, None]
+        seen &= query[:, :, None] - key < window
+    seen |= (step >= part.count[:, None])[:, :, None]
+    return as_bias(seen, dtype)[:, None]
+
+
+def as_bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 for True, -inf for False."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``[T, H, D]`` rows to ``[n, H, M, D]``."""
+    picked = x.reshape(x.shape[0], -1).index_select(0, index.reshape(-1))
+    return picked.view(*index.shape, *x.shape[1:]).transpose(1, 2)

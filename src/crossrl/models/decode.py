@@ -4,68 +4,83 @@ from __future__ import annotations
 
 import torch
 
-from crossrl.models.attention import Extra, LayoutPattern, core
-from crossrl.models.layout import Layout
+from crossrl.models.attention import Extra, LayoutPattern, as_bias, core
+from crossrl.models.layout import Layout, round_up
+
+# A product with fewer rows rounds differently; heads that share keys and values are its rows here.
+MIN_QUERY_ROWS = 4
 
 
 class DecodeCache:
-    """Keys and values of B sequences. Filled by ``Prefill``, then one token per sequence and step by ``attend``.
+    """Keys and values of B sequences, each its prompt and its response without a gap: ``[B, Hkv, capacity, D]`` a layer.
 
-    ``group``: int64 ``[B]``, the prompt of each sequence. ``capacity``: prompt and response tokens at most.
+    Filled by ``Prefill``, then one token per sequence and step by ``attend``. Memory in bytes: 2 * layers * B * Hkv *
+    capacity * D * size of the dtype. ``group``: int64 ``[B]``, the prompt of each sequence. ``capacity``: prompt
+    and response tokens at most.
     """
 
     def __init__(self, prompt_length: torch.Tensor, group: torch.Tensor, capacity: int) -> None:
-        self.group, self.capacity = group, -(-capacity // 16) * 16
-        self.length = prompt_length[group].clone()
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
+        self.group, self.capacity = group, round_up(capacity)
+        self.length = prompt_length[group]
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         self._rows = torch.arange(len(group), device=group.device)
 
     def store_prompts(self, layer: int, first: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep prompts ``first`` to ``first + G``: ``[G, Hkv, P, D]``."""
         rows = torch.nonzero((self.group >= first) & (self.group < first + len(key)))[:, 0]
-        for store, new in ((self.keys, key), (self.values, value)):
+        used = min(key.shape[2], self.capacity)  # what lies beyond is padding
+        for store, new in ((self._keys, key), (self._values, value)):
             if layer not in store:
                 store[layer] = new.new_zeros((len(self.group), new.shape[1], self.capacity, new.shape[3]))
-            store[layer][rows, :, : new.shape[2]] = new[self.group[rows] - first]
+            store[layer][rows, :, :used] = new[self.group[rows] - first, :, :used]
 
     def begin_step(self) -> None:
         """Make room for one more token per sequence."""
-        step = torch.arange(int(self.length.max()) // 16 * 16 + 16, device=self.length.device)
-        self._seen = step <= self.length[:, None]
-        self._step = step
+        self._used = round_up(int(self.length.max()) + 1)
+        self._biases.clear()
 
     def end_step(self) -> None:
-        self.length += 1
+        self.length = self.length + 1
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these sequences only."""
+        """Go on with these sequences, in this order (one may be named several times)."""
         self.group, self.length = self.group[rows], self.length[rows]
         self._rows = torch.arange(len(rows), device=rows.device)
-        for store in (self.keys, self.values):
-            for layer in store:
-                store[layer] = store[layer][rows]
+        for store in (self._keys, self._values):
+            for layer, old in store.items():
+                store[layer] = old[rows]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, extra: Extra
     ) -> torch.Tensor:
-        """See ``Pattern``; the T tokens are one for each of the B sequences, then padding rows."""
-        count = len(self._rows)
-        q, k, v = (x[0, :, :count].transpose(0, 1) for x in (query, key, value))
-        self.keys[layer][self._rows, :, self.length] = k
-        self.values[layer][self._rows, :, self.length] = v
-        seen = self._seen
-        if extra.window is not None:
-            seen = seen & (self.length[:, None] - self._step < extra.window)
-        used = len(self._step)
-        keys, values = self.keys[layer][:, :, :used], self.values[layer][:, :, :used]
-        out = core(q[:, :, None], keys, values, seen[:, None, None], scale, extra)[:, :, 0]
-        missing = query.shape[2] - count
-        return torch.cat([out, out.new_zeros((missing, *out.shape[1:]))]) if missing else out
+        """See ``Pattern``; the T tokens are one for each of the B sequences."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        keys, values = self._keys[layer], self._values[layer]
+        keys[self._rows, :, self.length] = k
+        values[self._rows, :, self.length] = v
+        keys, values = keys[:, :, : self._used], values[:, :, : self._used]
+        bias = self._bias(extra.window, q.dtype)
+        batch, heads, size = q.shape
+        if extra.softcap is not None or extra.sinks is not None:
+            return core(q[:, :, None], keys, values, bias, scale, extra)[:, :, 0]
+        shared = heads // keys.shape[1]
+        rows = torch.nn.functional.pad(q.reshape(batch, -1, shared, size), (0, 0, 0, max(0, MIN_QUERY_ROWS - shared)))
+        return core(rows, keys, values, bias, scale, extra)[:, :, :shared].reshape(batch, heads, -1)
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        if (window, dtype) not in self._biases:
+            position = torch.arange(self._used, device=self.length.device)
+            seen = position <= self.length[:, None]
+            if window is not None:
+                seen &= self.length[:, None] - position < window
+            self._biases[window, dtype] = as_bias(seen, dtype)[:, None, None]
+        return self._biases[window, dtype]
 
 
 class Prefill(LayoutPattern):
-    """Prompts ``first`` and on of a ``DecodeCache``: attention as in ``LayoutPattern``, keys and values kept."""
+    """``LayoutPattern`` that keeps its first ``count`` prompts in ``cache``, as prompts ``first`` and on."""
 
     def __init__(self, layout: Layout, cache: DecodeCache, first: int, count: int) -> None:
         super().__init__(layout)
@@ -74,6 +89,6 @@ class Prefill(LayoutPattern):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, extra: Extra
     ) -> torch.Tensor:
-        index = self.layout.prompts.index[: self._count]
+        index = self.layout.prompts.rows[: self._count]
         self._cache.store_prompts(layer, self._first, *(x[0][:, index].transpose(0, 1) for x in (key, value)))
         return super().attend(layer, query, key, value, scale, extra)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# float32 linear gives a row the same bits whatever the number of rows once there are 8 (shared measurement,
-# AVX2), so that a token's log-prob does not depend on how little company it has.
-MIN_ROWS = 8
+# In float32 on CPU a row of a matrix product has the same bits whatever the number of rows, once there are 12 (measured:
+# MKL on AVX2, one and two threads; 1 to 11 rows differ), and attention over keys padded to a multiple of 4 does not
+# depend on the padding. With 16 as the least number of rows and the unit of padding, a token's log-prob depends on its
+# own sequence only, and is the same number when sampled and when trained on.
+UNIT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A set of same-kind segments: ``index`` int64 ``[n, longest]`` rows of the token row (padding points at row 0),
-    ``start`` int64 ``[n]`` position of the first token, ``length`` int64 ``[n]``."""
+    """Attention over n pieces of the token row, padded to multiples of ``UNIT``.
 
-    index: torch.Tensor
-    start: torch.Tensor
-    length: torch.Tensor
+    ``rows``: int64 ``[n, M]``, the rows that ask (padding: 0). ``keys``: int64 ``[n, L]``, the rows that may be seen,
+    in the order of their positions, which start at 0. ``first``: int64 ``[n]``, the position of the first row that
+    asks. ``count``: int64 ``[n]``, how many rows ask.
+    """
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    first: torch.Tensor
+    count: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +47,22 @@ class Layout:
     """T tokens of G groups with S sequences and N response tokens to score.
 
     ``input_ids``, ``position_ids``: int64 ``[1, T]``. ``prompts``: the G prompts (one more when rows had to be
-    filled up). ``responses``: the S responses' inputs, or None when there are none. ``group``: int64 ``[S]``,
-    the prompt of each. ``scatter``: int64 ``[T]``, where each token's output is among the padded prompts
-    followed by the padded responses. ``predict``: int64 ``[N]``, the row whose hidden state predicts each
-    response token. ``targets``: int64 ``[N]``. ``sequence``: int64 ``[N]``, which of the S sequences.
+    filled up). ``responses``: those of the S sequences that have inputs, or None when there are none. ``scatter``:
+    int64 ``[T]``, where each token's output is among the padded prompts followed by the padded responses.
+    ``prompt_last``: int64 ``[G]``, the row of each prompt's last token. ``predict``: int64 ``[N]``, the row whose
+    hidden state predicts each response token. ``targets``: int64 ``[N]``. ``sequence``: int64 ``[N]``, which of the
+    S sequences. ``longest``: the largest number of positions of a sequence.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     prompts: Segments
     responses: Segments | None
-    group: torch.Tensor
     scatter: torch.Tensor
+    prompt_last: torch.Tensor
     predict: torch.Tensor
     targets: torch.Tensor
     sequence: torch.Tensor
-    prompt_last: torch.Tensor
     longest: int
 
     def to(self, device: torch.device) -> Layout:
@@ -79,57 +86,81 @@ def lay_out(groups: Sequence[Group]) -> Layout:
     if any(len(p) == 0 for p in prompts):
         raise ValueError("a prompt has no tokens; there is nothing that the first response token could depend on")
     responses = [np.asarray(r, dtype=np.int64) for g in groups for r in g.responses]
-    group = np.array([i for i, g in enumerate(groups) for _ in g.responses], dtype=np.int64)
-    last_prompt_token = np.cumsum([len(p) for p in prompts]) - 1
+    group = np.repeat(np.arange(len(groups)), [len(g.responses) for g in groups])
     inputs = [r[:-1] for r in responses]
-    missing = MIN_ROWS - sum(map(len, prompts)) - sum(map(len, inputs))
+    missing = UNIT - sum(map(len, prompts)) - sum(map(len, inputs))
     if missing > 0:
         prompts.append(np.zeros(missing, dtype=np.int64))
-    plen = np.array([len(p) for p in prompts], dtype=np.int64)
-    rlen = np.array([len(r) for r in inputs], dtype=np.int64)
-    prompt_rows, prompt_scatter = _padded(plen, 0)
-    parts, positions, scatter = [*prompts, *inputs], [np.arange(n) for n in plen], [prompt_scatter]
-    positions += [np.arange(n) + plen[g] for n, g in zip(rlen, group, strict=True)]
-    segments = None
-    if rlen.size and int(rlen.max()) > 0:
-        response_rows, response_scatter = _padded(rlen, int(plen.sum()))
-        scatter.append(response_scatter + prompt_rows.size)
-        segments = Segments(_tensor(response_rows), _tensor(plen[group]), _tensor(rlen))
-    predict, sequence = _predictors(responses, group, last_prompt_token, int(plen.sum()))
+    p_count = np.array([len(p) for p in prompts], dtype=np.int64)
+    r_count = np.array([len(r) for r in inputs], dtype=np.int64)
+    p_first, r_first = _starts(p_count), _starts(r_count) + p_count.sum()
+    rows, places = _table(p_first, p_count)
+    scatter = [places]
+    prompt_part = Segments(_tensor(rows), _tensor(rows), torch.zeros(len(prompts), dtype=torch.int64), _tensor(p_count))
+    response_part = None
+    if r_count.any():
+        some = np.flatnonzero(r_count)
+        rows, places = _table(r_first[some], r_count[some])
+        scatter.append(places + prompt_part.rows.numel())
+        of = group[some]
+        keys = _joined(p_first[of], p_count[of], r_first[some], r_count[some])
+        response_part = Segments(_tensor(rows), _tensor(keys), _tensor(p_count[of]), _tensor(r_count[some]))
+    prompt_last = (p_first + p_count - 1)[: len(groups)]
+    predict, sequence = _predictors(responses, prompt_last[group], r_first)
+    ends = p_count[group] + r_count
     return Layout(
-        input_ids=_tensor(np.concatenate(parts))[None],
-        position_ids=_tensor(np.concatenate(positions))[None],
-        prompts=Segments(_tensor(prompt_rows), torch.zeros(len(prompts), dtype=torch.int64), _tensor(plen)),
-        responses=segments,
-        group=_tensor(group),
+        input_ids=_tensor(np.concatenate([*prompts, *inputs]))[None],
+        position_ids=_tensor(np.concatenate([_ramp(p_count), _ramp(r_count, p_count[group])]))[None],
+        prompts=prompt_part,
+        responses=response_part,
         scatter=_tensor(np.concatenate(scatter)),
+        prompt_last=_tensor(prompt_last),
         predict=_tensor(predict),
         targets=_tensor(np.concatenate(responses) if responses else np.zeros(0, np.int64)),
         sequence=_tensor(sequence),
-        prompt_last=_tensor(last_prompt_token),
-        longest=int(max([*plen, *(plen[group] + rlen)], default=0)),
+        longest=int(max(p_count.max(), ends.max(initial=0))),
     )
 
 
-def _padded(lengths: np.ndarray, first_row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers ``[n, longest]`` of consecutive segments (padding: 0), and each row's place in that table."""
-    inside = np.arange(int(lengths.max()))[None, :] < lengths[:, None]
+def round_up(count: int) -> int:
+    """To a multiple of ``UNIT``."""
+    return -(-count // UNIT) * UNIT
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    return np.cumsum(counts) - counts
+
+
+def _ramp(counts: np.ndarray, first: np.ndarray | None = None) -> np.ndarray:
+    """``first[i], first[i] + 1, ...`` (``counts[i]`` numbers) for each i, one after the other."""
+    offset = _starts(counts) if first is None else _starts(counts) - first
+    return np.arange(int(counts.sum())) - np.repeat(offset, counts)
+
+
+def _table(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers ``[n, M]`` of pieces that follow each other (padding: 0), and each row's place in that table."""
+    inside = np.arange(round_up(int(counts.max())))[None, :] < counts[:, None]
     rows = np.zeros(inside.shape, dtype=np.int64)
-    rows[inside] = np.arange(int(lengths.sum())) + first_row
+    rows[inside] = _ramp(counts, first)
     return rows, np.flatnonzero(inside)
 
 
-def _predictors(
-    responses: list[np.ndarray], group: np.ndarray, last_prompt_token: np.ndarray, first_row: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """For each response token: the row that predicts it, and its sequence."""
-    rows, row = [np.zeros(0, np.int64)], first_row
-    for response, g in zip(responses, group, strict=True):
-        if len(response):
-            rows.append(np.concatenate([[last_prompt_token[g]], np.arange(row, row + len(response) - 1)]))
-            row += len(response) - 1
-    lengths = np.array([len(r) for r in responses], dtype=np.int64)
-    return np.concatenate(rows), np.repeat(np.arange(len(responses)), lengths)
+def _joined(p_first: np.ndarray, p_count: np.ndarray, r_first: np.ndarray, r_count: np.ndarray) -> np.ndarray:
+    """Row numbers ``[n, L]``: each prompt's, then its response's, without a gap (padding: 0)."""
+    column = np.arange(round_up(int((p_count + r_count).max())))[None, :]
+    prompt = p_first[:, None] + column
+    response = (r_first - p_count)[:, None] + column
+    rows = np.where(column < p_count[:, None], prompt, response)
+    return np.where(column < (p_count + r_count)[:, None], rows, 0)
+
+
+def _predictors(responses: list[np.ndarray], last: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each response token: the row that predicts it (the prompt's last, then the response's), its sequence."""
+    counts = np.array([len(r) for r in responses], dtype=np.int64)
+    rows = _ramp(counts, first - 1) if len(counts) else np.zeros(0, np.int64)
+    starts = _starts(counts)[counts > 0]
+    rows[starts] = last[counts > 0]
+    return rows, np.repeat(np.arange(len(responses)), counts)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -58,7 +58,8 @@ def adds_directly(weight: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``F.linear`` for inference; for few rows on CPU the result is laid out column by column."""
     rows = x.numel() // x.shape[-1]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or rows > MAX_TRANSPOSED_ROWS:
+    plain = x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32
+    if plain or rows > MAX_TRANSPOSED_ROWS or weight.numel() < MIN_WEIGHTS:
         return F.linear(x, weight, bias)
     out = torch.mm(weight, x.reshape(rows, -1).t()).t()
     if bias is not None:

@@ -16,6 +16,7 @@ from crossrl.models import attention
 from crossrl.models.attention import LayoutPattern, Pattern
 from crossrl.models.head import Head, log_probs
 from crossrl.models.layout import Group, lay_out
+from crossrl.models.linear import speed_up
 from crossrl.models.loading import switch_dropout_off
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -37,6 +38,7 @@ class Policy:
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         self.model = model.eval()
+        speed_up(model)
         self.config: Any = model.config.get_text_config()
         self.packed, self.notice = False, ""
         self._own_attention = _own_attention.setdefault(model, model.config._attn_implementation)

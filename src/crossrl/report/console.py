@@ -61,7 +61,7 @@ class PlainDisplay:
         parts = [f"step {step}/{total}", *(f"{title} {text}" for title, text in shown if text is not None)]
         where = stage_times(metrics)
         parts.append(seconds(took) + (f" ({where})" if where else ""))
-        if eta is not None:
+        if eta:
             parts.append(f"ETA {seconds(eta)}")
         self.text("  ".join(parts))
 
@@ -149,7 +149,12 @@ def sample_table(title: str, samples: Sequence[Sample]) -> Table:
     for name in ("prompt", "response", "answer", "score"):
         table.add_column(name, justify="right" if name == "score" else "left", no_wrap=True)
     for s in samples:
-        cells = [one_line(s.prompt, 30), one_line(s.response, 24), one_line(str(s.ground_truth), 12), f"{s.score:.3g}"]
+        cells = [
+            one_line(s.question or s.prompt, 30),
+            one_line(s.response, 24),
+            one_line(str(s.ground_truth), 12),
+            f"{s.score:.3g}",
+        ]
         table.add_row(*(Text(cell) for cell in cells))
     return table
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from crossrl.report.columns import seconds
 from crossrl.report.console import Display, open_display
 from crossrl.report.loggers import MetricLogger, RunName, open_loggers
 from crossrl.report.metrics_file import MetricsFile
@@ -44,7 +45,7 @@ class Reporter:
         self._show = show_samples
         self._total = 0
         self._took: deque[float] = deque(maxlen=20)
-        self._last = time.monotonic()
+        self._began = self._last = time.monotonic()
         self._open = True
 
     @classmethod
@@ -133,7 +134,7 @@ class Reporter:
         self._display.text(message)
 
     def close(self, ok: bool = True, status: str = "") -> None:
-        """End the report; ``status`` is its last line. Calling it again does nothing."""
+        """End the report; ``status`` is its last line, with the time the run took. Calling it again does nothing."""
         if not self._open:
             return
         self._open = False
@@ -141,6 +142,7 @@ class Reporter:
         for logger in self._loggers:
             logger.close(ok)
         if status:
+            status = f"{status} ({seconds(time.monotonic() - self._began)})"
             self._display.text(status, "bold green" if ok else "bold red")
 
     def __enter__(self) -> Reporter:

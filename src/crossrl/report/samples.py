@@ -18,7 +18,8 @@ class Sample:
     """One prompt and response, for people.
 
     ``score``: NaN when it could not be scored. ``extra``: what the verifier returned besides, and whatever
-    else is worth a look (``sample_id``, ``finish_reason``); its names become names in the file.
+    else is worth a look (``sample_id``, ``finish_reason``); its names become names in the file. ``question``: what
+    the console shows of the prompt (the last message, without its template); empty: all of it.
 
     >>> Sample("524163>", "123456", "123456", 1.0, {"acc": True}).row(40)
     {'input': '524163>', 'output': '123456', 'gts': '123456', 'score': 1.0, 'step': 40, 'acc': True}
@@ -29,6 +30,7 @@ class Sample:
     ground_truth: Any
     score: float
     extra: Mapping[str, Any] = field(default_factory=dict)
+    question: str = ""
 
     def row(self, step: int) -> dict[str, Any]:
         score = float(self.score)

@@ -177,12 +177,13 @@ def capture_column(
 
 def read_digests(batch: Batch, leave_out: bool = True) -> dict[str, Reads]:
     """Digest and marks of each column of ``batch``, for the record of the stage that reads it."""
-    out = {}
-    for name, column in batch.columns.items():
-        captured = capture_column(name, column, batch.sample_id, leave_out, [], copy=False)
-        if captured is not None:
-            out[name] = Reads(captured.kind, captured.dtype, captured.digest(), captured.marks())
-    return out
+    columns = {n: capture_column(n, c, batch.sample_id, leave_out, [], copy=False) for n, c in batch.columns.items()}
+    return digests_of({name: column for name, column in columns.items() if column is not None})
+
+
+def digests_of(columns: Mapping[str, Captured]) -> dict[str, Reads]:
+    """The same for columns that were captured already."""
+    return {name: Reads(c.kind, c.dtype, c.digest(), c.marks()) for name, c in columns.items()}
 
 
 def _cannot(name: str, path: str, what: str, sample: str, leave_out: bool, left_out: list[LeftOut]) -> None:
@@ -194,5 +195,5 @@ def _cannot(name: str, path: str, what: str, sample: str, leave_out: bool, left_
 def _message(where: str, what: str) -> str:
     return (
         f"{where}: {what} cannot be stored in a record. Store null, booleans, numbers, strings, lists and maps with "
-        f"string keys, or set tape.unstorable=leave_out to record everything else"
+        f'string keys, or let the tape leave it out (TapeOptions.unstorable="leave_out")'
     )

@@ -35,6 +35,9 @@ RULES: dict[str, Rule] = {
 # Loading the output of one of these does not bring the state that it changed.
 STATEFUL = ("update", "checkpoint", "sync")
 
+# The modes that `tape.steps` limits; in the others a step without its record would break a run or its peer.
+STEPPED = ("record", "replay", "verify")
+
 
 def rule(mode: str) -> Rule:
     """The rule of ``mode``. Raises ``TapeError`` with the valid names."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from crossrl.batch import Batch
 from crossrl.stages.base import At, Stage
 from crossrl.tape import refuse
-from crossrl.tape.capture import Reads, Snapshot, capture, join, read_digests
+from crossrl.tape.capture import Reads, Snapshot, capture, digests_of, join, read_digests
 from crossrl.tape.errors import Mismatch, ReplayRefused, TapeError
 from crossrl.tape.header import Header
 from crossrl.tape.layout import Layout, RunLayout, in_ray_session
@@ -219,8 +219,9 @@ class Tape:
 
     def look(self, taped: Taped, given: Batch) -> tuple[dict[str, Reads], Snapshot]:
         """Before a stage runs and can change its input: digests of what it reads, and a copy of what is carried."""
-        carried = taped.reads if taped.carry else ()
-        return read_digests(given, self._leave_out), capture(given.only(carried), self._leave_out)
+        carried = capture(given.only(taped.reads if taped.carry else ()), self._leave_out)
+        others = given.only(n for n in taped.reads if n not in carried.columns)
+        return {**digests_of(carried.columns), **read_digests(others, self._leave_out)}, carried
 
     def store(
         self, taped: Taped, path: Path, at: At, index: int, seen: tuple[Mapping[str, Reads], Snapshot], out: Batch

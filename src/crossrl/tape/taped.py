@@ -13,7 +13,7 @@ from crossrl.stages.base import At, Stage
 from crossrl.tape.compare import Difference, compare, volatile
 from crossrl.tape.errors import RecordExists, RecordMissing
 from crossrl.tape.layout import Layout
-from crossrl.tape.modes import Rule
+from crossrl.tape.modes import STEPPED, Rule
 from crossrl.tape.record import Record
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Taped:
         given, own = batch.only(self.reads), batch.only(self.inner.reads)
         index = self.tape.count(self, at)
         steps = self.tape.options.steps
-        if steps is not None and at.step not in steps:
+        if self.mode in STEPPED and steps is not None and at.step not in steps:
             return self.inner(own, at)
         target = self.layout.path(self.name, at, index)
         path = self.layout.find(self.name, at, index)

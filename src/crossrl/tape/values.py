@@ -28,6 +28,8 @@ MAX_DEPTH = 64
 MAX_INT_BITS = 4096
 MAX_LISTED = 50
 _INDEX = re.compile(r"\[\d+\]")
+_NOTHING = object()
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -111,11 +113,13 @@ def _plain_map(value: Mapping[Any, Any], path: str, depth: int, left_out: list[U
 
 def dumps(value: Any, sort_keys: bool = False, indent: int | None = None) -> bytes:
     """Already ``plain`` JSON as UTF-8; a lone surrogate becomes its ``\\udxxx`` escape, which JSON reads back."""
-    separators = (",", ": ") if indent is not None else (",", ":")
-    text = json.dumps(
-        value, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys, indent=indent, separators=separators
-    )
-    return text.encode("utf-8", "backslashreplace")
+    encoder = _COMPACT
+    if sort_keys or indent is not None:
+        separators = (",", ": ") if indent is not None else (",", ":")
+        encoder = json.JSONEncoder(
+            ensure_ascii=False, allow_nan=False, sort_keys=sort_keys, indent=indent, separators=separators
+        )
+    return encoder.encode(value).encode("utf-8", "backslashreplace")
 
 
 def normal(value: Any) -> Any:
@@ -190,7 +194,11 @@ def encode_column(
     """
     texts: list[bytes] = []
     missing: dict[tuple[str, str], LeftOut] = {}
+    last: Any = _NOTHING
     for sample, value in zip(sample_id, column, strict=True):
+        if value is last:  # the members of a group share their prompt
+            texts.append(texts[-1])
+            continue
         dropped: list[Unstorable] = []
         try:
             stored = plain(value, dropped if leave_out else None)
@@ -201,6 +209,7 @@ def encode_column(
         for each in dropped:
             _count(missing, LeftOut(name, _INDEX.sub("[*]", each.path), each.what, sample))
         texts.append(dumps(stored))
+        last = _NOTHING if dropped else value
     return texts, list(missing.values())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,22 +14,38 @@ from crossrl.engines.rollout.sampling import choose, uniforms
 from crossrl.engines.rollout.transaction import WeightTransaction
 from crossrl.models.decode import DecodeCache, Prefill
 from crossrl.models.digest import weights_digest
-from crossrl.models.layout import MIN_ROWS, Group, lay_out
+from crossrl.models.layout import UNIT, Group, lay_out
 from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
 
 PREFILL_TOKENS = 4096
+# Rows of ended responses are dropped when this share or less of the rows is still needed: dropping copies the cache.
+KEEP_IDLE = 0.875
 
 
-@dataclass(slots=True)
-class _Request:
-    """One response in the making: its place in the call, its prompt and what was sampled so far."""
+class _Responses:
+    """What was sampled so far for N requests, on the model's device: ``[N, max_tokens]`` and ``[N]``."""
 
-    place: int
-    prompt: np.ndarray
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    reason: str = "length"
+    def __init__(self, count: int, max_tokens: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((count, max_tokens), dtype=torch.int32, device=device)
+        self.log_probs = torch.zeros((count, max_tokens), dtype=torch.float32, device=device)
+        self.length = torch.zeros(count, dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(count, dtype=torch.bool, device=device)
+
+    def append(self, which: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, ended: torch.Tensor) -> None:
+        """One more token for the requests ``which``; all of them have equally many."""
+        step = self.length[which]
+        self.tokens[which, step] = tokens.int()
+        self.log_probs[which, step] = log_probs
+        self.length[which] = step + 1
+        self.stopped[which] = ended
+
+    def ragged(self) -> tuple[Ragged, Ragged, list[str]]:
+        """Token ids, log-probs, finish reasons."""
+        lengths = self.length.cpu().numpy()
+        inside = np.arange(self.tokens.shape[1]) < lengths[:, None]
+        tokens, log_probs = (Ragged(x.cpu().numpy()[inside], lengths) for x in (self.tokens, self.log_probs))
+        return tokens, log_probs, ["stop" if stopped else "length" for stopped in self.stopped.tolist()]
 
 
 class HfRolloutEngine:
@@ -62,6 +77,7 @@ class HfRolloutEngine:
         self._held = {n: p.detach() for n, p in distinct_parameters(model)}
         self._update: WeightTransaction | None = None
         self._usable = True
+        self._head = self.policy.head()
         if self.policy.packed:
             self.policy.check(self._gap, required=packed is True)
         self.notice = self.policy.notice
@@ -77,23 +93,22 @@ class HfRolloutEngine:
         """See ``RolloutEngine.generate``. Raises ``EngineError`` for an empty prompt and for one that leaves no
         room for ``max_tokens`` in the model's positions."""
         self._check(prompts, seeds, sampling)
-        requests = [_Request(i, np.asarray(p)) for i, p in enumerate(prompts)]
-        draws = uniforms(seeds, sampling.max_tokens).to(self.policy.device)
-        done = 0
+        device = self.policy.device
+        responses = _Responses(len(prompts), sampling.max_tokens, device)
+        draws = uniforms(seeds, sampling.max_tokens).to(device)
 
-        def finished(count: int) -> None:
-            nonlocal done
-            done += count
+        def report() -> None:
             if progress is not None:
-                progress(done, len(requests))
+                progress(int((responses.stopped | (responses.length == sampling.max_tokens)).sum()), len(prompts))
 
         generate = self._generate if self.policy.packed else self._generate_plain
-        for chunk in chunks(requests, self._max_num_seqs):
-            generate(chunk, draws, sampling, finished)
+        for chunk in chunks(prompts, self._max_num_seqs):
+            generate(prompts, chunk, responses, draws, sampling, report)
+        tokens, log_probs, reasons = responses.ragged()
         return Generation(
-            response_ids=Ragged.from_rows([r.tokens for r in requests], np.int32),
-            log_probs=Ragged.from_rows([r.log_probs for r in requests], np.float32),
-            finish_reason=[r.reason for r in requests],
+            response_ids=tokens,
+            log_probs=log_probs,
+            finish_reason=reasons,
             meaning=Meaning(sampling.temperature or 1.0, sampling.truncation, self.name, self.weight_version),
             weight_version=self.weight_version,
         )
@@ -137,60 +152,62 @@ class HfRolloutEngine:
                 )
 
     def _generate(
-        self, requests: list[_Request], draws: torch.Tensor, sampling: Sampling, finished: Callable[[int], None]
+        self,
+        prompts: Sequence[np.ndarray],
+        chunk: range,
+        responses: _Responses,
+        draws: torch.Tensor,
+        sampling: Sampling,
+        report: Callable[[], None],
     ) -> None:
-        """Run the requests of one chunk to their ends."""
-        active = requests
-        cache, logits = self._prefill(requests, sampling.max_tokens)
+        """Run one chunk to its end. A row of the model's input is a request, or idle once that has ended."""
+        which = fill_up(torch.tensor(chunk, device=draws.device))
+        live = torch.arange(len(which), device=draws.device) < len(chunk)
+        cache, logits = self._prefill([prompts[i] for i in which.tolist()], sampling.max_tokens)
         for step in range(sampling.max_tokens):
-            places = torch.tensor([r.place for r in active], device=draws.device)
-            tokens, log_probs = choose(logits, draws[places, step], sampling)
-            self._append(active, tokens, log_probs, sampling)
-            if step + 1 == sampling.max_tokens:
+            tokens, log_probs = choose(logits, draws[which, step], sampling)
+            ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
+            responses.append(which[live], tokens[live], log_probs[live], ended[live])
+            if bool((ended & live).any()):
+                live &= ~ended
+                report()
+            count = int(live.sum())
+            if count == 0 or step + 1 == sampling.max_tokens:
                 break
-            going = [i for i, r in enumerate(active) if r.reason != "stop"]
-            if len(going) < len(active):
-                finished(len(active) - len(going))
-                if not going:
-                    return
-                rows = torch.tensor(going, device=tokens.device)
-                active, tokens = [active[i] for i in going], tokens[rows]
+            if max(count, UNIT) <= len(which) * KEEP_IDLE:
+                rows = fill_up(live.nonzero()[:, 0])
+                which, tokens = which[rows], tokens[rows]
+                live = torch.arange(len(rows), device=rows.device) < count
                 cache.keep(rows)
             logits = self._decode(tokens, cache)
-        finished(len(active))
+        report()
 
     def _generate_plain(
-        self, requests: list[_Request], draws: torch.Tensor, sampling: Sampling, finished: Callable[[int], None]
+        self,
+        prompts: Sequence[np.ndarray],
+        chunk: range,
+        responses: _Responses,
+        draws: torch.Tensor,
+        sampling: Sampling,
+        report: Callable[[], None],
     ) -> None:
         """The same through the model's own ``generate``; prompts of one length at a time, so that nothing is padded."""
-        for length in sorted({len(r.prompt) for r in requests}):
-            batch = [r for r in requests if len(r.prompt) == length]
-            places = torch.tensor([r.place for r in batch], device=draws.device)
+        for length in sorted({len(prompts[i]) for i in chunk}):
+            which = torch.tensor([i for i in chunk if len(prompts[i]) == length], device=draws.device)
 
-            def force(
-                ids: torch.Tensor, scores: torch.Tensor, batch=batch, places=places, length=length
-            ) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                going = torch.tensor([r.reason != "stop" for r in batch], device=scores.device)
-                tokens, log_probs = choose(scores.float(), draws[places, ids.shape[1] - length], sampling)
-                kept = going.nonzero()[:, 0]
-                self._append([batch[i] for i in kept.tolist()], tokens[kept], log_probs[kept], sampling)
+            def force(ids: torch.Tensor, scores: torch.Tensor, which: torch.Tensor = which) -> torch.Tensor:
+                tokens, log_probs = choose(scores.float(), draws[which, responses.length[which].max()], sampling)
+                ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
+                live = ~responses.stopped[which]
+                responses.append(which[live], tokens[live], log_probs[live], ended[live])
                 return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
-            def over(ids: torch.Tensor, scores: torch.Tensor, batch=batch) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return torch.full((len(batch),), all(r.reason == "stop" for r in batch), device=ids.device)
+            def over(ids: torch.Tensor, scores: torch.Tensor, which: torch.Tensor = which) -> torch.Tensor:
+                return responses.stopped[which].all().expand(len(which))
 
-            self.policy.generate_plain(np.stack([r.prompt for r in batch]), sampling.max_tokens, force, over)
-            finished(len(batch))
-
-    def _append(
-        self, active: list[_Request], tokens: torch.Tensor, log_probs: torch.Tensor, sampling: Sampling
-    ) -> None:
-        ended = torch.isin(tokens, self._eos).tolist()
-        for request, token, log_prob, end in zip(active, tokens.tolist(), log_probs.tolist(), ended, strict=True):
-            request.tokens.append(token)
-            request.log_probs.append(log_prob)
-            if end and not sampling.ignore_eos:
-                request.reason = "stop"
+            rows = np.stack([prompts[i] for i in which.tolist()])
+            self.policy.generate_plain(rows, sampling.max_tokens, force, over)
+            report()
 
     def _gap(self) -> float:
         """The largest difference between the log-probs of a short generation and the model's own, for ``Policy.check``."""
@@ -203,9 +220,9 @@ class HfRolloutEngine:
             plain, _, _ = self.policy.plain_log_probs([Group(p, [r]) for p, r in rows], 1.0, False)
         return float((plain.cpu() - torch.from_numpy(out.log_probs.values)).abs().max())
 
-    def _prefill(self, requests: list[_Request], max_tokens: int) -> tuple[DecodeCache, torch.Tensor]:
-        """A cache that holds the prompts, and the logits of each request's first token."""
-        distinct, group = neighbours([r.prompt for r in requests])
+    def _prefill(self, prompts: Sequence[np.ndarray], max_tokens: int) -> tuple[DecodeCache, torch.Tensor]:
+        """A cache that holds the prompts, and the logits of each one's first token; equal neighbours computed once."""
+        distinct, group = neighbours(prompts)
         device = self.policy.device
         lengths = torch.tensor([len(p) for p in distinct], device=device)
         rows = torch.tensor(group, device=device)
@@ -215,21 +232,21 @@ class HfRolloutEngine:
             layout = lay_out([Group(p) for p in part]).to(device)
             hidden = self.policy.hidden(layout.input_ids, layout.position_ids, Prefill(layout, cache, first, len(part)))
             last.append(hidden[layout.prompt_last])
-        return cache, self._logits(torch.cat(last))[rows]
+        hidden = torch.cat(last)
+        return cache, self._head.logits(hidden[fill_up(torch.arange(len(hidden), device=device))])[rows]
 
     def _decode(self, tokens: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
         """Append one token to each sequence; logits of the next, float32 ``[B, V]``."""
-        missing = max(0, MIN_ROWS - len(tokens))
         cache.begin_step()
-        ids = torch.nn.functional.pad(tokens, (0, missing))[None]
-        positions = torch.nn.functional.pad(cache.length, (0, missing))[None]
-        hidden = self.policy.hidden(ids, positions, cache)
+        hidden = self.policy.hidden(tokens[None], cache.length[None], cache)
         cache.end_step()
-        return self._logits(hidden)[: len(tokens)]
+        return self._head.logits(hidden)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        missing = max(0, MIN_ROWS - len(hidden))
-        return self.policy.head().logits(torch.nn.functional.pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
+
+def fill_up(rows: torch.Tensor) -> torch.Tensor:
+    """``rows`` and, if they are fewer than ``UNIT``, the first of them again."""
+    missing = max(0, UNIT - len(rows))
+    return torch.cat([rows, rows[:1].expand(missing)]) if missing else rows
 
 
 def neighbours(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
@@ -243,16 +260,16 @@ def neighbours(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[in
     return distinct, group
 
 
-def chunks(requests: list[_Request], limit: int) -> list[list[_Request]]:
-    """At most ``limit`` requests each; groups (equal neighbours) are split only when larger than that."""
-    _, group = neighbours([r.prompt for r in requests])
-    out: list[list[_Request]] = []
+def chunks(prompts: Sequence[np.ndarray], limit: int) -> list[range]:
+    """Places of at most ``limit`` requests each; groups (equal neighbours) are split only when larger than that."""
+    _, group = neighbours(prompts)
+    out: list[range] = []
     start = 0
-    while start < len(requests):
-        end = min(start + limit, len(requests))
-        if end < len(requests) and group[end] == group[end - 1] and group[start] != group[end - 1]:
+    while start < len(prompts):
+        end = min(start + limit, len(prompts))
+        if end < len(prompts) and group[end] == group[end - 1] and group[start] != group[end - 1]:
             end = group.index(group[end])
-        out.append(requests[start:end])
+        out.append(range(start, end))
         start = end
     return out
 

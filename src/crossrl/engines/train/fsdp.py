@@ -14,6 +14,7 @@ from crossrl.batch import Batch, Ragged
 from crossrl.engines.base import EngineError, EngineState, LossInput, Objective, StepResult
 from crossrl.engines.train.micro_batches import MicroBatch, split
 from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, copy_exactly
+from crossrl.models.linear import accumulating
 from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
 
@@ -98,10 +99,10 @@ class FsdpTrainEngine:
         optimizer.zero_grad()
         try:
             for micro in micros:
-                part, log_p = self._backward(batch, micro, objective, temperature, entropy, sums)
+                with accumulating():
+                    part, log_p = self._backward(batch, micro, objective, temperature, entropy, sums)
                 loss += part
                 values[flat_index(responses, micro.samples)] = log_p
-            optimizer.fill_missing_grads()
             norm = float(optimizer.grad_norm())
             if not math.isfinite(norm):
                 bad = optimizer.not_finite()

@@ -45,13 +45,13 @@ class NamedAdamW:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def zero_grad(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
-
-    def fill_missing_grads(self) -> None:
-        """A parameter that got no gradient got a zero one: decay and momentum apply to it as to all others."""
+        """Gradients are zero and stay allocated: a parameter that gets none still has decay and momentum applied,
+        as all others, and no step pays for fresh memory."""
         for parameter in self.named.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
 
     def grad_norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, float32."""

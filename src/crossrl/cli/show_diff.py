@@ -1,0 +1,119 @@
+"""What ``crossrl diff`` prints for people."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from crossrl.batch import Meaning
+from crossrl.cli.recorded import Recorded, value_text, visible
+from crossrl.schema import FIELDS
+from crossrl.tape import Diff, Difference, RecordMissing
+
+# Results that have no first difference to speak for them.
+SENTENCES = {
+    "equal": "the recorded stages of both runs are equal",
+    "settings differ": "all records are equal, although settings differ",
+    "nothing to compare": "nothing was compared",
+}
+
+
+def report(diff: Diff, a: Recorded, b: Recorded, tolerances: dict[str, float]) -> list[RenderableType]:
+    """For people: what was compared, the first difference with both sides, the settings that differ."""
+    parts: list[RenderableType] = [_runs(diff, a, b, tolerances), Text()]
+    colour = {0: "bold green", 1: "bold red", 2: "bold yellow"}[diff.exit_code]
+    parts.append(Text.assemble((diff.verdict, colour), f": {SENTENCES.get(diff.verdict) or _place(diff.first)}"))
+    if diff.first is not None:
+        parts.append(_first(diff.first, a, b))
+    if diff.reason:
+        parts.append(Text(visible(diff.reason)))
+    if diff.settings:
+        parts += [Text(), _settings(diff)]
+    parts += [Text.assemble(("warning", "yellow"), ": " + visible(w)) for w in diff.warnings]
+    return parts
+
+
+def _runs(diff: Diff, a: Recorded, b: Recorded, tolerances: dict[str, float]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for side, each in (("A", a), ("B", b)):
+        steps = each.tape.steps()
+        table.add_row(side, str(each.folder), f"{len(steps)} recorded steps, {steps[0]} to {steps[-1]}")
+    let = ", ".join(f"{name} up to {x:g}" for name, x in tolerances.items())
+    how = f"differences let pass: {let}" if let else "bit for bit"
+    table.add_row("", f"{diff.compared} pairs of records compared", how)
+    return table
+
+
+def _place(first: Difference | None) -> str:
+    if first is None:
+        return ""
+    call = f", call {first.at.call}" if first.at.call else ""
+    split = " of validation" if first.at.split == "val" else ""
+    return f"first at step {first.at.step}, stage {first.stage}{split}{call}"
+
+
+def _first(first: Difference, a: Recorded, b: Recorded) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    meaning = FIELDS[first.field].meaning if first.field in FIELDS else ""
+    table.add_row("field", Text.assemble(first.field, (f"  {meaning}" if meaning else "", "dim")))
+    if first.sample_id is not None:
+        table.add_row("sample", Text(first.sample_id))
+    if first.position is not None:
+        what = "place in the batch" if first.kind == "order" else "token"
+        table.add_row(what, f"{first.position} (from 0)")
+    for side, value in (("A", first.recorded), ("B", first.found)):
+        table.add_row(f"{first.kind} in {side}" if first.kind in ("length", "meaning") else side, _value(first, value))
+    if first.kind in ("value", "length", "inputs", "ids", "order"):
+        table.add_row("size", _size(first))
+    for name, text in _texts(first, a, b):
+        table.add_row(name, Text(text))
+    return table
+
+
+def _value(first: Difference, value: object) -> RenderableType:
+    if isinstance(value, Meaning):
+        return Text(
+            f"temperature {value.temperature:g}, truncation {value.truncation}, engine {value.engine}, "
+            f"weight version {value.weight_version}"
+        )
+    return Text(value_text(value) + (" tokens" if first.kind == "length" else ""))
+
+
+def _size(first: Difference) -> str:
+    what = "values" if first.kind == "value" else "samples"
+    text = f"{first.differing} of {first.total} {what} differ"
+    if first.max_abs is not None and first.max_rel is not None:
+        text += f", by at most {first.max_abs:.3g} ({first.max_rel:.3g} of the larger one)"
+    return text
+
+
+def _texts(first: Difference, a: Recorded, b: Recorded) -> list[tuple[str, str]]:
+    """The sample's response in both runs (once where it is the same), and the token that differs."""
+    if first.sample_id is None:
+        return []
+    views = []
+    for each in (a, b):
+        try:
+            views.append(each.tape.sample(first.sample_id, first.at.step, first.at.split))
+        except RecordMissing:
+            return []
+    out = []
+    for name, mine, theirs in (("prompt", *(v.prompt for v in views)), ("response", *(v.response for v in views))):
+        if mine == theirs and mine is not None:
+            out.append((name, value_text(mine)))
+        elif mine is not None or theirs is not None:
+            out += [(f"{name} in A", value_text(mine)), (f"{name} in B", value_text(theirs))]
+    return out
+
+
+def _settings(diff: Diff) -> RenderableType:
+    table = Table("setting that differs", "of stage", "A", "B", box=None, pad_edge=False)
+    for stage, found in diff.settings.items():
+        for each in found:
+            table.add_row(
+                each.key, stage, Text(value_text(each.recorded, 100)), Text(value_text(each.found, 100)), style="yellow"
+            )
+    return table
