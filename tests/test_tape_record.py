@@ -22,6 +22,7 @@ from crossrl.tape.errors import CannotStore, CorruptRecord, RecordExists, Record
 from crossrl.tape.header import Header
 from crossrl.tape.record import Draft, Record, read_record, write_record
 
+# How many mutations the fuzz tries; from 10000 on every byte is flipped instead of every third.
 FUZZ = int(os.environ.get("CROSSRL_FUZZ", "600"))
 FILES = ("record.json", "tensors.safetensors", "columns.json")
 
@@ -163,7 +164,7 @@ def test_a_missing_record_is_told_from_a_corrupt_one(tmp_path: Path) -> None:
 def test_every_changed_byte_is_refused(record: Path) -> None:
     for name in FILES:
         original = (record / name).read_bytes()
-        for at in range(len(original)):
+        for at in range(0, len(original), 1 if FUZZ >= 10_000 else 3):
             flipped = bytearray(original)
             flipped[at] ^= 1 << (at % 8)
             (record / name).write_bytes(flipped)

@@ -43,7 +43,10 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     measured = "old_log_probs" in batch and batch.meanings["old_log_probs"] != batch.meanings["rollout_log_probs"]
     trainer = "old_log_probs" if measured else "log_probs"
     if trainer in batch:
-        out |= gap_metrics(batch, "rollout_log_probs", trainer)
+        same = batch.meanings["rollout_log_probs"].temperature == batch.meanings[trainer].temperature
+        # Another temperature is another distribution: there is no gap to measure (only an accepted replay gets here).
+        gap = gap_metrics(batch, "rollout_log_probs", trainer) if same else {"training/rollout_probs_diff_valid": 0.0}
+        out |= gap
     for key, values in _extra_numbers(batch["reward_extra"]).items():
         out[f"reward_extra/{key}/mean"] = float(np.mean(values))
     return out

@@ -67,10 +67,11 @@ class RunTape:
         )
 
     def start(self, done: int) -> None:
-        """Check that there is room, and set aside what an earlier, killed run recorded after step ``done``."""
+        """Check that there is room, and set aside what a run recorded here before, after the step that this one
+        resumes at (all of it, when it starts anew): moved, never overwritten."""
         if self.recording:
             self.tape.start(self.estimate(self.parts.total_steps - done))
-            self.tape.set_aside(done)
+            self.tape.set_aside(done or -1)
 
     def lacks(self, stage: str, step: int) -> bool:
         """Whether this run records ``stage`` and its record of ``step`` is not there."""

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 DESCRIPTION = """\
-Walk two recorded runs in the order of their steps and stages to the first difference. At each record, what it is comes
-before what it holds: samples, inputs, weight versions, what log-probs mean, token ids; and only then numbers, since most
-mismatches are not numerical. Settings that differ are listed besides.
+Walk two recorded runs in the order of their steps and stages to the first difference. At each record, what it is
+comes before what it holds: samples, inputs, weight versions, what log-probs mean, token ids; and only then numbers,
+since most mismatches are not numerical. Settings that differ are listed besides.
 """
 EPILOG = """\
 examples:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from crossrl.cli.recorded import Recorded
+    from crossrl.tape.api import Split
 
 DESCRIPTION = """\
 Look into a recorded run. Without options: its steps, stages, sizes and digests, and whether it is a valid reproduction.
@@ -90,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
+def _split(args: argparse.Namespace) -> Split:
+    return "val" if args.val else "train"
+
+
 def _overview(args: argparse.Namespace, recorded: Recorded) -> tuple[int, Any, list[RenderableType]]:
     from crossrl.cli.show_run import overview, show_overview, show_stage
 
@@ -103,9 +108,10 @@ def _record(args: argparse.Namespace, recorded: Recorded) -> tuple[int, Any, lis
 
     from crossrl.cli.show_run import record_json, show_record
 
-    split = "val" if args.val else "train"
+    split = _split(args)
     calls = [at.call for stage, at in recorded.tape.calls(args.step, split) if stage == args.stage]
-    data, parts = [], []
+    data: list[Any] = []
+    parts: list[RenderableType] = []
     for call in calls or [0]:  # call 0 of nothing: the tape says what there is
         record = recorded.tape.record(args.step, args.stage, call, split)
         record.check()
@@ -122,20 +128,24 @@ def _samples(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> 
     from crossrl.cli.recorded import as_json
     from crossrl.cli.show_samples import rows, show_rows, worst
 
-    found = list(rows(recorded.tape, steps, "val" if args.val else "train", args.find))
+    found = list(rows(recorded.tape, steps, _split(args), args.find))
     title = f"{len(found)} samples" + (f" with {args.find!r}" if args.find is not None else "")
     if args.worst is not None:
         total, found = len(found), worst(found, args.worst)
         title = f"the {len(found)} of {total} samples in which sampler and trainer differ most"
     if not found:
-        return 1, [], [Text(f"{title}: nothing to show" + ("" if args.val else " (--val: validation's samples)"))]
+        return (
+            1,
+            [],
+            [Text(f"{title}: nothing to show" + ("" if args.val else " (validation's samples are apart: --val)"))],
+        )
     return 0, as_json([asdict(r) for r in found]), show_rows(found, title)
 
 
 def _sample(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> tuple[int, Any, list[RenderableType]]:
     from crossrl.cli.show_samples import find_sample, sample_json, show_sample
 
-    view = find_sample(recorded.tape, args.sample, steps, "val" if args.val else "train")
-    texts = recorded.token_texts(view.step, view.split)
+    view = find_sample(recorded.tape, args.sample, steps, _split(args))
+    texts = recorded.token_texts(view.step, _split(args))
     count = args.worst or WORST_TOKENS
     return 0, sample_json(view, texts, count), show_sample(view, texts, count)

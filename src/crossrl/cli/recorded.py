@@ -128,14 +128,14 @@ def prompt_text(prompt: Any) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """``1.4 MB``; below 1 kB in bytes.
+    """Two or three digits and a unit.
 
-    >>> size_text(1_400_000)
-    '1.4 MB'
+    >>> size_text(1_400_000), size_text(43_500), size_text(12)
+    ('1.4 MB', '44 kB', '12 B')
     """
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
+            return f"{nbytes / size:.{1 if nbytes < 10 * size else 0}f} {unit}"
     return f"{nbytes} B"
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from crossrl.batch import Meaning
-from crossrl.cli.recorded import Recorded, value_text, visible
+from crossrl.cli.recorded import Recorded, prompt_text, value_text, visible
 from crossrl.schema import FIELDS
-from crossrl.tape import Diff, Difference, RecordMissing
+from crossrl.tape import Diff, Difference, RecordMissing, SampleView
 
 # Results that have no first difference to speak for them.
 SENTENCES = {
-    "equal": "the recorded stages of both runs are equal",
+    "equal": "all records that both runs have are equal",
     "settings differ": "all records are equal, although settings differ",
     "nothing to compare": "nothing was compared",
 }
@@ -61,16 +63,37 @@ def _first(first: Difference, a: Recorded, b: Recorded) -> RenderableType:
     table.add_row("field", Text.assemble(first.field, (f"  {meaning}" if meaning else "", "dim")))
     if first.sample_id is not None:
         table.add_row("sample", Text(first.sample_id))
+    views = _views(first, a, b)
     if first.position is not None:
-        what = "place in the batch" if first.kind == "order" else "token"
-        table.add_row(what, f"{first.position} (from 0)")
+        table.add_row("position", Text(_position(first, a, views)))
     for side, value in (("A", first.recorded), ("B", first.found)):
-        table.add_row(f"{first.kind} in {side}" if first.kind in ("length", "meaning") else side, _value(first, value))
-    if first.kind in ("value", "length", "inputs", "ids", "order"):
+        table.add_row(side, _value(first, value))
+    if first.kind in ("value", "length", "ids", "order") or (first.kind == "inputs" and first.sample_id):
         table.add_row("size", _size(first))
-    for name, text in _texts(first, a, b):
+    for name, text in _texts(views):
         table.add_row(name, Text(text))
     return table
+
+
+def _views(first: Difference, a: Recorded, b: Recorded) -> list[SampleView]:
+    """The sample in both runs; nothing where one does not have it."""
+    if first.sample_id is None:
+        return []
+    try:
+        return [each.tape.sample(first.sample_id, first.at.step, first.at.split) for each in (a, b)]
+    except RecordMissing:
+        return []
+
+
+def _position(first: Difference, a: Recorded, views: Sequence[SampleView]) -> str:
+    """Counted from 0; with the token there, where the field has one value per response token."""
+    along = FIELDS[first.field].along if first.field in FIELDS else None
+    if first.kind != "value" or along != "response_ids" or not views or along not in views[0].columns:
+        return str(first.position)
+    ids = views[0].columns[along]
+    token = int(ids[first.position])
+    text = a.token_texts(first.at.step, first.at.split)(token)
+    return f"{first.position} of {len(ids)} tokens, from 0: {'' if text is None else f'{text!r}, '}id {token}"
 
 
 def _value(first: Difference, value: object) -> RenderableType:
@@ -90,23 +113,17 @@ def _size(first: Difference) -> str:
     return text
 
 
-def _texts(first: Difference, a: Recorded, b: Recorded) -> list[tuple[str, str]]:
-    """The sample's response in both runs (once where it is the same), and the token that differs."""
-    if first.sample_id is None:
-        return []
-    views = []
-    for each in (a, b):
-        try:
-            views.append(each.tape.sample(first.sample_id, first.at.step, first.at.split))
-        except RecordMissing:
-            return []
-    out = []
-    for name, mine, theirs in (("prompt", *(v.prompt for v in views)), ("response", *(v.response for v in views))):
-        if mine == theirs and mine is not None:
-            out.append((name, value_text(mine)))
-        elif mine is not None or theirs is not None:
-            out += [(f"{name} in A", value_text(mine)), (f"{name} in B", value_text(theirs))]
-    return out
+def _texts(views: Sequence[SampleView]) -> Iterator[tuple[str, str]]:
+    """Prompt and response of the sample, once where they are the same in both runs."""
+    if not views:
+        return
+    prompts = [prompt_text(v.prompt) for v in views]
+    for name, mine, theirs in (("prompt", *prompts), ("response", *(v.response or "" for v in views))):
+        if mine == theirs:
+            yield name, value_text(mine)
+        else:
+            yield f"{name} A", value_text(mine)
+            yield f"{name} B", value_text(theirs)
 
 
 def _settings(diff: Diff) -> RenderableType:

@@ -16,14 +16,14 @@ from crossrl.cli.recorded import as_json, size_text, value_text, visible
 from crossrl.schema import FIELDS
 from crossrl.stages.base import At
 from crossrl.tape import CorruptRecord, Record, RecordMissing, RunTape
-from crossrl.tape.api import stage_rank
+from crossrl.tape.api import Split, stage_rank
 from crossrl.tape.compare import flatten, volatile
 from crossrl.tape.digest import plain_digest
 from crossrl.tape.errors import Mismatch
 from crossrl.tape.header import RECORD_VERSION, Header
 from crossrl.tape.values import dumps, normal
 
-SPLITS = ("train", "val")
+SPLITS: tuple[Split, ...] = ("train", "val")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Overview:
 
 
 def outcome_digest(header: Header) -> str:
-    """Of the stage's output and of what it reported: for an update or a sync, the weights' digests are in the latter."""
+    """Of the stage's output and of what it reported: digests of weights are in the latter."""
     info = {k: v for k, v in sorted(flatten(normal(header.info)).items()) if not volatile(k)}
     return plain_digest(dumps({"content": header.content, "info": info})).removeprefix("sha256:")
 
@@ -97,9 +97,10 @@ def overview(tape: RunTape, stages: Sequence[str] = ()) -> Overview:
                 header.created,
             )
         )  # fmt: skip
-        for known, value in ((found.run_ids, header.run_id), (found.versions, header.versions)):
-            if value not in known:
-                known.append(value)  # type: ignore[attr-defined]
+        if header.run_id not in found.run_ids:
+            found.run_ids.append(header.run_id)
+        if header.versions not in found.versions:
+            found.versions.append(header.versions)
         found.accepted += [m for m in header.accepted if m not in found.accepted]
     if not found.entries:
         there = ", ".join(dict.fromkeys(stage for stage, _ in places(tape))) or "nothing"
@@ -110,7 +111,7 @@ def overview(tape: RunTape, stages: Sequence[str] = ()) -> Overview:
 def places(tape: RunTape) -> Iterator[tuple[str, At]]:
     for step in tape.steps():
         for split in SPLITS:
-            yield from tape.calls(step, split)  # type: ignore[arg-type]
+            yield from tape.calls(step, split)
 
 
 def show_overview(found: Overview) -> list[RenderableType]:
@@ -186,7 +187,7 @@ def _matrix(entries: Iterable[Entry]) -> RenderableType:
     table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
     table.add_column("step", no_wrap=True)
     for stage in stages:
-        table.add_column(stage.replace("_", " "), vertical="bottom")
+        table.add_column(stage.replace("_", " ").replace("point", " point"), vertical="bottom", overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     for (step, split), row in rows.items():
         size = sum(e.nbytes for calls in row.values() for e in calls)

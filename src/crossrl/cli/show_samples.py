@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +18,10 @@ from crossrl.tape.api import Split
 from crossrl.tape.gap import meaning_verdict
 
 SAMPLER = "rollout_log_probs"
+FACTS = (
+    ("verifier", "reward_extra"), ("answer", "ground_truth"), ("finish", "finish_reason"),
+    ("weights", "rollout_weight_version"), ("source", "data_source"), ("extra", "extra_info"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def worst(found: Sequence[Row], count: int) -> list[Row]:
 
 
 def show_rows(found: Sequence[Row], title: str) -> list[RenderableType]:
-    prefix = _common(r.sample_id for r in found)
+    prefix = _common([r.sample_id for r in found])
     several = len({r.step for r in found}) > 1
     table = Table(box=None, pad_edge=False, expand=False)
     if several:
@@ -125,11 +128,11 @@ def show_rows(found: Sequence[Row], title: str) -> list[RenderableType]:
     return parts + [Text(f"gap: {note}", "yellow") for note in sorted({r.note for r in found if r.note})]
 
 
-def _common(ids: Any) -> str:
+def _common(ids: Sequence[str]) -> str:
     """What all ids begin with, up to a dot; nothing for one id."""
-    ids = list(ids)
-    shared = os.path.commonprefix(ids) if len(set(ids)) > 1 else ""
-    return shared[: shared.rfind(".") + 1]
+    first, last = min(ids), max(ids)
+    same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), 0)
+    return first[: first.rfind(".", 0, same) + 1]
 
 
 def _reward(row: Row) -> Text:
@@ -223,12 +226,15 @@ def show_sample(view: SampleView, texts: TokenTexts, count: int) -> list[Rendera
     facts.add_column(overflow="fold")
     split = " (validation)" if view.split == "val" else ""
     facts.add_row("sample", Text.assemble((view.sample_id, "bold"), f"  step {view.step}{split}"))
-    for name, key in (("reward", "reward"), ("score", "score"), ("status", "reward_status"), ("verifier", "reward_extra"),
-                      ("answer", "ground_truth"), ("finish", "finish_reason"), ("weights", "rollout_weight_version"),
-                      ("source", "data_source"), ("extra", "extra_info")):  # fmt: skip
+    if "reward" in view.columns:
+        facts.add_row("reward", Text(_reward_text(view)))
+    for name, key in FACTS:
         value = view.columns.get(key)
         if value not in (None, {}, ""):
             facts.add_row(name, Text(value_text(value)))
+    if gap.largest is not None and gap.difference is not None:
+        mean = float(np.nanmean(np.abs(gap.difference)))
+        facts.add_row("gap", f"at most {_small(gap.largest)} nat, mean {_small(mean)} (rollout against {gap.column})")
     parts: list[RenderableType] = [facts]
     for title, text in (("prompt", prompt_text(view.prompt)), ("response", view.response)):
         if text is not None:
@@ -239,6 +245,14 @@ def show_sample(view: SampleView, texts: TokenTexts, count: int) -> list[Rendera
     if gap.column == "log_probs":
         notes.append("trainer: its log-probs when the update first computed them (old_log_probs are not recorded)")
     return parts + [Text(visible(note), "yellow") for note in notes if note]
+
+
+def _reward_text(view: SampleView) -> str:
+    reward, score, status = (view.columns.get(n) for n in ("reward", "score", "reward_status"))
+    text = "none" if _number(reward) is None else f"{reward:.6g}"
+    if score != reward and _number(score) is not None:
+        text += f", before shaping {score:.6g}"
+    return text if status in (None, "ok") else f"{text} ({status})"
 
 
 def _token_table(view: SampleView, gap: Gap, tokens: Sequence[TokenRow], count: int) -> RenderableType:

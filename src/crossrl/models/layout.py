@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 # In float32 on CPU a row of a matrix product has the same bits whatever the number of rows, once there are 12 (measured:
-# MKL on AVX2, one and two threads; 1 to 11 rows differ), and attention over keys padded to a multiple of 4 does not
-# depend on the padding. With 16 as the least number of rows and the unit of padding, a token's log-prob depends on its
-# own sequence only, and is the same number when sampled and when trained on.
-UNIT = 16
+# MKL on AVX2, one and two threads; 1 to 11 rows differ), and attention over padded queries and keys does not depend on
+# the padding when that is to a multiple of 4. With some margin on both, a token's log-prob depends on its own sequence
+# only, and is the same number when it is sampled and when it is trained on.
+MIN_ROWS = 16
+PAD_TO = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Attention over n pieces of the token row, padded to multiples of ``UNIT``.
+    """Attention over n pieces of the token row, padded to multiples of ``PAD_TO``.
 
     ``rows``: int64 ``[n, M]``, the rows that ask (padding: 0). ``keys``: int64 ``[n, L]``, the rows that may be seen,
     in the order of their positions, which start at 0. ``first``: int64 ``[n]``, the position of the first row that
@@ -88,7 +89,7 @@ def lay_out(groups: Sequence[Group]) -> Layout:
     responses = [np.asarray(r, dtype=np.int64) for g in groups for r in g.responses]
     group = np.repeat(np.arange(len(groups)), [len(g.responses) for g in groups])
     inputs = [r[:-1] for r in responses]
-    missing = UNIT - sum(map(len, prompts)) - sum(map(len, inputs))
+    missing = MIN_ROWS - sum(map(len, prompts)) - sum(map(len, inputs))
     if missing > 0:
         prompts.append(np.zeros(missing, dtype=np.int64))
     p_count = np.array([len(p) for p in prompts], dtype=np.int64)
@@ -123,8 +124,8 @@ def lay_out(groups: Sequence[Group]) -> Layout:
 
 
 def round_up(count: int) -> int:
-    """To a multiple of ``UNIT``."""
-    return -(-count // UNIT) * UNIT
+    """To a multiple of ``PAD_TO``."""
+    return -(-count // PAD_TO) * PAD_TO
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ PROMPT_FIELDS = ("group_id", "prompt_ids", "prompt", "data_source", "ground_trut
 
 @dataclass(frozen=True, slots=True)
 class TapeOptions:
-    """``accept``: keys of differences to load in spite of. ``steps``: which steps mode record records (None: all).
+    """``accept``: keys of differences to load in spite of. ``steps``: what ``STEPPED`` modes apply to (None: all).
 
     ``keep``, ``max_bytes``: see ``Retention``; of the run's own tape. ``unstorable``: what to do with values that have
     no place in a record. ``buffer_bytes``: memory for records on their way to the disk. ``wait_s``: limit of a

@@ -14,7 +14,7 @@ from crossrl.engines.rollout.sampling import choose, uniforms
 from crossrl.engines.rollout.transaction import WeightTransaction
 from crossrl.models.decode import DecodeCache, Prefill
 from crossrl.models.digest import weights_digest
-from crossrl.models.layout import UNIT, Group, lay_out
+from crossrl.models.layout import MIN_ROWS, Group, lay_out
 from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
 
@@ -174,7 +174,7 @@ class HfRolloutEngine:
             count = int(live.sum())
             if count == 0 or step + 1 == sampling.max_tokens:
                 break
-            if max(count, UNIT) <= len(which) * KEEP_IDLE:
+            if max(count, MIN_ROWS) <= len(which) * KEEP_IDLE:
                 rows = fill_up(live.nonzero()[:, 0])
                 which, tokens = which[rows], tokens[rows]
                 live = torch.arange(len(rows), device=rows.device) < count
@@ -244,8 +244,8 @@ class HfRolloutEngine:
 
 
 def fill_up(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` and, if they are fewer than ``UNIT``, the first of them again."""
-    missing = max(0, UNIT - len(rows))
+    """``rows`` and, if they are fewer than ``MIN_ROWS``, the first of them again."""
+    missing = max(0, MIN_ROWS - len(rows))
     return torch.cat([rows, rows[:1].expand(missing)]) if missing else rows
 
 
@@ -253,9 +253,12 @@ def neighbours(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[in
     """The prompts with equal neighbours merged, and for each prompt which of those it is."""
     distinct: list[np.ndarray] = []
     group: list[int] = []
+    previous = b""
     for prompt in prompts:
-        if not distinct or not np.array_equal(distinct[-1], prompt):
+        current = np.asarray(prompt, dtype=np.int32).tobytes()
+        if not distinct or current != previous:
             distinct.append(prompt)
+            previous = current
         group.append(len(distinct) - 1)
     return distinct, group
 

@@ -9,12 +9,26 @@ import torch
 
 from crossrl.engines.base import Sampling
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
 
 def uniforms(seeds: Sequence[int], count: int) -> torch.Tensor:
-    """float64 ``[N, count]`` in [0, 1): row i is a function of ``seeds[i]`` alone, and its first numbers do not
-    depend on ``count``."""
-    rows = [np.random.Generator(np.random.Philox(int(seed))).random(count) for seed in seeds]
-    return torch.from_numpy(np.stack(rows) if rows else np.zeros((0, count)))
+    """float64 ``[N, count]`` in [0, 1): row i is a function of ``seeds[i]`` (modulo 2**64) alone, and its first
+    numbers do not depend on ``count``.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), from a state that is
+    the mixed seed, so that seeds that lie close together give unrelated rows.
+    """
+    state = _mix(np.array([int(seed) % 2**64 for seed in seeds], dtype=np.uint64))
+    numbers = _mix(state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
+    return torch.from_numpy((numbers >> np.uint64(11)) * 2.0**-53)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser, uint64 with wrap-around."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def choose(logits: torch.Tensor, draw: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -190,5 +189,6 @@ class FsdpTrainEngine:
 
 def flat_index(column: Ragged, samples: np.ndarray) -> np.ndarray:
     """int64: where the values of ``samples``, one after the other, are in ``column.values``."""
-    parts: list[Any] = [np.arange(column.offsets[i], column.offsets[i + 1]) for i in samples]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    lengths = column.lengths[samples]
+    ends = np.cumsum(lengths)
+    return np.arange(int(lengths.sum())) + np.repeat(column.offsets[samples] - (ends - lengths), lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,19 +13,25 @@ from crossrl.models.layout import Group
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """``groups``: what to compute. ``samples``: int64, positions in the batch, in the order of the responses."""
+    """``groups``: what to compute. ``samples``: int64, positions in the batch, in the order of the responses.
+    ``tokens``: how many are computed (each prompt once, each response without its last token)."""
 
     groups: tuple[Group, ...]
     samples: np.ndarray
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Samples with one prompt that are computed together."""
+
+    samples: list[int]
+    tokens: int
+    longest: int
+
+
 def split(
-    prompts: Ragged,
-    responses: Ragged,
-    keep: np.ndarray,
-    max_sequences: int | None,
-    max_tokens: int | None,
+    prompts: Ragged, responses: Ragged, keep: np.ndarray, max_sequences: int | None, max_tokens: int | None
 ) -> list[MicroBatch]:
     """Micro-batches of at most ``max_sequences`` samples and ``max_tokens`` computed tokens, longest groups first.
 
@@ -33,55 +39,43 @@ def split(
     single sample beyond ``max_tokens`` gets a micro-batch of its own. ``keep``: bool ``[N]``, the samples to
     compute. The order is a function of the data alone.
     """
+    sequences = math.inf if max_sequences is None else max_sequences
+    tokens = math.inf if max_tokens is None else max_tokens
+    lengths = responses.lengths.tolist()
     members: dict[bytes, list[int]] = {}
-    for i in np.flatnonzero(keep):
-        members.setdefault(prompts.row(int(i)).tobytes(), []).append(int(i))
-    pieces = [
-        piece for group in members.values() for piece in _pieces(group, prompts, responses, max_sequences, max_tokens)
-    ]
-    pieces.sort(key=lambda piece: -_longest(piece, prompts, responses))  # stable: ties stay in batch order
-    out: list[MicroBatch] = []
-    current: list[list[int]] = []
+    for i in np.flatnonzero(keep).tolist():
+        members.setdefault(prompts.row(i).tobytes(), []).append(i)
+    pieces: list[_Piece] = []
+    for group in members.values():
+        pieces += _pieces(group, int(prompts.lengths[group[0]]), lengths, sequences, tokens)
+    pieces.sort(key=lambda piece: -piece.longest)  # stable: ties stay in batch order
+    out: list[list[_Piece]] = []
+    count = size = 0
     for piece in pieces:
-        if current and not _fits([*current, piece], prompts, responses, max_sequences, max_tokens):
-            out.append(_micro_batch(current, prompts, responses))
-            current = []
-        current.append(piece)
-    if current:
-        out.append(_micro_batch(current, prompts, responses))
-    return out
+        if not out or count + len(piece.samples) > sequences or size + piece.tokens > tokens:
+            out.append([])
+            count = size = 0
+        out[-1].append(piece)
+        count, size = count + len(piece.samples), size + piece.tokens
+    return [_micro_batch(parts, prompts, responses) for parts in out]
 
 
-def _pieces(
-    group: list[int], prompts: Ragged, responses: Ragged, max_sequences: int | None, max_tokens: int | None
-) -> list[list[int]]:
-    group = sorted(group, key=lambda i: (-int(responses.lengths[i]), i))
-    pieces: list[list[int]] = [[]]
-    for i in group:
-        if pieces[-1] and not _fits([[*pieces[-1], i]], prompts, responses, max_sequences, max_tokens):
-            pieces.append([])
-        pieces[-1].append(i)
-    return pieces
+def _pieces(group: list[int], prompt: int, lengths: list[int], sequences: float, tokens: float) -> list[_Piece]:
+    """``group`` in as few pieces as fit; one piece for almost every group."""
+    out: list[_Piece] = []
+    members: list[int] = []
+    size = prompt
+    for i in sorted(group, key=lambda i: -lengths[i]):
+        more = max(0, lengths[i] - 1)
+        if members and (len(members) + 1 > sequences or size + more > tokens):
+            out.append(_Piece(members, size, prompt + lengths[members[0]]))
+            members, size = [], prompt
+        members.append(i)
+        size += more
+    return [*out, _Piece(members, size, prompt + lengths[members[0]])]
 
 
-def _fits(
-    pieces: Sequence[list[int]], prompts: Ragged, responses: Ragged, max_sequences: int | None, max_tokens: int | None
-) -> bool:
-    if max_sequences is not None and sum(map(len, pieces)) > max_sequences:
-        return False
-    return max_tokens is None or sum(_tokens(p, prompts, responses) for p in pieces) <= max_tokens
-
-
-def _tokens(piece: list[int], prompts: Ragged, responses: Ragged) -> int:
-    """Computed tokens: the prompt once, each response without its last token."""
-    return int(prompts.lengths[piece[0]]) + sum(max(0, int(responses.lengths[i]) - 1) for i in piece)
-
-
-def _longest(piece: list[int], prompts: Ragged, responses: Ragged) -> int:
-    return int(prompts.lengths[piece[0]]) + max(int(responses.lengths[i]) for i in piece)
-
-
-def _micro_batch(pieces: list[list[int]], prompts: Ragged, responses: Ragged) -> MicroBatch:
-    groups = tuple(Group(prompts.row(p[0]), tuple(responses.row(i) for i in p)) for p in pieces)
-    samples = np.array([i for p in pieces for i in p], dtype=np.int64)
-    return MicroBatch(groups, samples, sum(_tokens(p, prompts, responses) for p in pieces))
+def _micro_batch(pieces: list[_Piece], prompts: Ragged, responses: Ragged) -> MicroBatch:
+    groups = tuple(Group(prompts.row(p.samples[0]), tuple(responses.row(i) for i in p.samples)) for p in pieces)
+    samples = np.array([i for p in pieces for i in p.samples], dtype=np.int64)
+    return MicroBatch(groups, samples, sum(p.tokens for p in pieces))
