@@ -21,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORDS = "the sum of two small numbers is easy to write down when one knows how to count on fingers ".split()
+TEXT = "the sum of two small numbers is easy to write down when one knows how to count on fingers"
 
 
 def reward_of(text: str) -> float:
@@ -36,7 +37,7 @@ def prompts(tokenizer: Any, count: int, tokens: int) -> list[str]:
     """Plain-text prompts of exactly ``tokens`` tokens each, all different."""
     out = []
     for i in range(count):
-        ids = tokenizer(" ".join([str(i), *WORDS * 20]), add_special_tokens=False)["input_ids"][:tokens]
+        ids = tokenizer(" ".join([str(i), *[TEXT] * 20]), add_special_tokens=False)["input_ids"][:tokens]
         text = tokenizer.decode(ids)
         again = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(again) != tokens:
@@ -173,7 +174,7 @@ def child(side: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [args.trl_python if side == "trl" else sys.executable, __file__, "--side", side]
     for name in ("model", "prompts", "n", "prompt_tokens", "new_tokens", "steps", "micro"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=3600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise SystemExit(f"{side} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -185,26 +186,36 @@ def report(results: dict[str, list[dict[str, Any]]], limits: dict[str, float], a
         return statistics.median(v for r in results[side] for v in r[span])
 
     samples, parameters = args.prompts * args.n, results["crossrl"][0]["parameters"]
-    rows = [("", "generation", "training", "step", "response tokens/s", "peak memory")]
+    spans = ("generation", "training", "step")
+    peak = {side: max(r["peak_gb"] for r in runs) for side, runs in results.items()}
+    rows = [["", *spans, "response tokens/s", "peak memory"], ["---"] * 6]
     for side in ("trl", "crossrl"):
         rate = samples * args.new_tokens / mid(side, "step")
-        peak = max(r["peak_gb"] for r in results[side])
-        rows.append((side, *(f"{mid(side, s):.1f} s" for s in ("generation", "training", "step")), f"{rate:.0f}", f"{peak:.1f} GB"))
-    ratio = [f"{mid('trl', s) / mid('crossrl', s):.1f} x" for s in ("generation", "training", "step")]
-    peaks = [max(r["peak_gb"] for r in results[s]) for s in ("trl", "crossrl")]
-    rows.append(("ratio", *ratio, ratio[-1], f"{peaks[1] / peaks[0]:.2f}"))
-    table = "\n".join("| " + " | ".join(row) + " |" + ("\n|" + "---|" * len(row) if i == 0 else "") for i, row in enumerate(rows))
-    weights = parameters * 4 / limits["read_gb_s"] / 1e9
-    reading = weights * args.new_tokens
+        rows.append([side, *(f"{mid(side, s):.1f} s" for s in spans), f"{rate:.0f}", f"{peak[side]:.1f} GB"])
+    ratio = [f"{mid('trl', s) / mid('crossrl', s):.1f} x" for s in spans]
+    rows.append(["ratio", *ratio, ratio[-1], f"{peak['crossrl'] / peak['trl']:.2f}"])
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return table + "\n\n" + share_of_limits(mid, limits, samples, parameters, args)
+
+
+def share_of_limits(
+    mid: Callable[[str, str], float],
+    limits: dict[str, float],
+    samples: int,
+    parameters: int,
+    args: argparse.Namespace,
+) -> str:
+    """How far CrossRL's generation and training are from what the machine could do at its GEMM and memory rates."""
+    flop = limits["gemm_gflops"] * 1e9
+    reading = parameters * 4 / (limits["read_gb_s"] * 1e9) * args.new_tokens
+    arithmetic = 2 * parameters * samples * args.new_tokens / flop
     tokens = args.prompts * args.prompt_tokens + samples * (args.new_tokens - 1)
-    training = 6 * parameters * tokens / limits["gemm_gflops"] / 1e9
-    padded = 6 * parameters * samples * (args.prompt_tokens + args.new_tokens) / limits["gemm_gflops"] / 1e9
-    arithmetic = 2 * parameters * samples * args.new_tokens / limits["gemm_gflops"] / 1e9
+    training = 6 * parameters * tokens / flop
+    padded = 6 * parameters * samples * (args.prompt_tokens + args.new_tokens) / flop
     return (
-        f"{table}\n\nMachine in the same run: GEMM {limits['gemm_gflops']:.0f} GFLOP/s, reading "
-        f"{limits['read_gb_s']:.0f} GB/s.\n"
-        f"Generation: reading the weights once per token step would take {reading:.1f} s, its arithmetic at the GEMM rate "
-        f"{arithmetic:.1f} s; measured {mid('crossrl', 'generation'):.1f} s.\n"
+        f"Machine in the same run: GEMM {limits['gemm_gflops']:.0f} GFLOP/s, reading {limits['read_gb_s']:.0f} GB/s.\n"
+        f"Generation: reading the weights once per token step would take {reading:.1f} s, the arithmetic at the GEMM "
+        f"rate {arithmetic:.1f} s; measured {mid('crossrl', 'generation'):.1f} s.\n"
         f"Training: 6 x parameters x tokens at the GEMM rate takes {training:.1f} s for the {tokens} tokens that are "
         f"computed (each prompt once), {padded:.1f} s for all of them; measured {mid('crossrl', 'training'):.1f} s.\n"
     )
@@ -213,7 +224,8 @@ def report(results: dict[str, list[dict[str, Any]]], limits: dict[str, float], a
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder (crossrl model smollm2 --out DIR)")
-    for name, value in {"prompts": 8, "n": 8, "prompt-tokens": 46, "new-tokens": 32, "steps": 2, "micro": 16, "rounds": 2}.items():
+    sizes = {"prompts": 8, "n": 8, "prompt-tokens": 46, "new-tokens": 32, "steps": 2, "micro": 16, "rounds": 2}
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has TRL (the extra `trl`)")
     parser.add_argument("--side", choices=["crossrl", "trl", "both"], default="both")

@@ -15,6 +15,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that needs the real model waits for it to be made, which counts as the test's own time."""
+    for item in items:
+        if item.get_closest_marker("smollm2"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def demo_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's folder (model, parquet files, reward function), its model hardly warmed up: enough to run on."""

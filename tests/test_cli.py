@@ -138,7 +138,7 @@ def test_ctrl_c_stops_with_130_and_no_traceback(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    assert "making the demo's files" in process.stdout.readline()
+    assert "making data/demo" in process.stdout.readline()
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)

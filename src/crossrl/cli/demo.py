@@ -106,5 +106,5 @@ what to try next:
   crossrl demo algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=4
   cp data/demo/sort_reward.py my_reward.py     # change it, then:
   crossrl demo reward.custom_reward_function.path=my_reward.py
-  crossrl model smollm2 --out models/smollm2   # a real 135M model
+  crossrl model smollm2 --out data/smollm2   # a real 135M model
   crossrl train --help                         # your own data and model"""

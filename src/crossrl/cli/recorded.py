@@ -149,9 +149,10 @@ def show(*parts: RenderableType) -> None:
     console = Console(highlight=False)
     with console.capture() as captured:
         for part in parts:
-            console.print(part)
+            console.print(part, soft_wrap=isinstance(part, Text))  # texts are left as they are, to be copied
     text = captured.get()
-    if sys.stdout.isatty() and text.count("\n") >= console.height:
+    lines = sum(1 + max(0, len(line) - 1) // console.width for line in text.splitlines())
+    if sys.stdout.isatty() and lines >= console.height:
         os.environ.setdefault("LESS", "FRX")  # as git does: colours, and no paging of what fits
         SystemPager().show(text)
     else:

@@ -13,6 +13,7 @@ from crossrl.cli.recorded import Recorded, prompt_text, value_text, visible
 from crossrl.schema import FIELDS
 from crossrl.tape import Diff, Difference, RecordMissing, SampleView
 
+TOKENS = ("response_ids", "prompt_ids")
 # Results that have no first difference to speak for them.
 SENTENCES = {
     "equal": "all records that both runs have are equal",
@@ -66,8 +67,8 @@ def _first(first: Difference, a: Recorded, b: Recorded) -> RenderableType:
     views = _views(first, a, b)
     if first.position is not None:
         table.add_row("position", Text(_position(first, a, views)))
-    for side, value in (("A", first.recorded), ("B", first.found)):
-        table.add_row(side, _value(first, value))
+    for side, run, value in (("A", a, first.recorded), ("B", b, first.found)):
+        table.add_row(side, _value(first, value, run))
     if first.kind in ("value", "length", "ids", "order") or (first.kind == "inputs" and first.sample_id):
         table.add_row("size", _size(first))
     for name, text in _texts(views):
@@ -88,15 +89,20 @@ def _views(first: Difference, a: Recorded, b: Recorded) -> list[SampleView]:
 def _position(first: Difference, a: Recorded, views: Sequence[SampleView]) -> str:
     """Counted from 0; with the token there, where the field has one value per response token."""
     along = FIELDS[first.field].along if first.field in FIELDS else None
-    if first.kind != "value" or along != "response_ids" or not views or along not in views[0].columns:
+    if first.kind != "value" or along not in TOKENS or not views or along not in views[0].columns:
         return str(first.position)
     ids = views[0].columns[along]
-    token = int(ids[first.position])
-    text = a.token_texts(first.at.step, first.at.split)(token)
-    return f"{first.position} of {len(ids)} tokens, from 0: {'' if text is None else f'{text!r}, '}id {token}"
+    return f"{first.position} of {len(ids)}, from 0; the token there: {_token(int(ids[first.position]), first, a)}"
 
 
-def _value(first: Difference, value: object) -> RenderableType:
+def _token(token: int, first: Difference, run: Recorded) -> str:
+    text = run.token_texts(first.at.step, first.at.split)(token)
+    return f"id {token}" if text is None else f"id {token}, {text!r}"
+
+
+def _value(first: Difference, value: object, run: Recorded) -> RenderableType:
+    if first.field in TOKENS and first.kind == "value" and isinstance(value, int):
+        return Text(_token(value, first, run))
     if isinstance(value, Meaning):
         return Text(
             f"temperature {value.temperature:g}, truncation {value.truncation}, engine {value.engine}, "

@@ -39,7 +39,7 @@ def prepare(
     ``say`` is told what is done. Raises ``DemoError`` when a file is missing or was changed.
     """
     if not folder.exists():
-        say(f"making the demo's files in {folder}: a small model, {TRAIN} training problems, {HELD_OUT} held out")
+        say(f"making {folder}: a small model, {TRAIN} problems to train on, {HELD_OUT} held out")
         make(folder, progress)
         say(f"made {folder}")
         return
@@ -57,7 +57,7 @@ def prepare(
                 f"Keep your version elsewhere and name it in the command ({_key(name)}=FILE); "
                 f"delete {folder} to have the original made afresh"
             )
-    say(f"using the demo's files in {folder}, unchanged since they were made")
+    say(f"using {folder}: unchanged since it was made")
 
 
 def make(
