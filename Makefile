@@ -46,6 +46,7 @@ format: $(STAMP)  ## let ruff rewrite what it can
 
 bench: $(STAMP)  ## a training step of SmolLM2-135M here and in TRL (minutes; installs the extra trl)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,trl]'
+	test -d data/smollm2 || $(BIN)/crossrl model smollm2 --out data/smollm2
 	$(BIN)/python benchmarks/step_vs_trl.py
 
 clean-venv:  ## remove the virtual environment

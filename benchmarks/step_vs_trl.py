@@ -1,6 +1,6 @@
 """One GRPO step, CrossRL against TRL's GRPOTrainer: the same model, prompts, group size, lengths and dtype.
 
-    python benchmarks/step_vs_trl.py --model DIR [--prompts 8 --n 8 --prompt-tokens 46 --new-tokens 32 --rounds 3]
+    python benchmarks/step_vs_trl.py [--model data/smollm2 --prompts 8 --n 8 --prompt-tokens 46 --new-tokens 32 --rounds 3]
 
 Each side runs in its own process (so that peak memory is its own), one side at a time, alternating; a process does one
 warm-up step and then ``--steps`` timed ones. Responses are forced to full length and rewards are made to differ
@@ -223,7 +223,7 @@ def share_of_limits(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder (crossrl model smollm2 --out DIR)")
+    parser.add_argument("--model", default="data/smollm2", help="made by: crossrl model smollm2 --out data/smollm2")
     sizes = {"prompts": 8, "n": 8, "prompt-tokens": 46, "new-tokens": 32, "steps": 2, "micro": 16, "rounds": 2}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)

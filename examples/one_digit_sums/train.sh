@@ -26,6 +26,7 @@ crossrl train \
     actor_rollout_ref.actor.use_kl_loss=False \
     actor_rollout_ref.actor.optim.lr=2e-5 \
     actor_rollout_ref.actor.optim.lr_warmup_steps=3 \
+    actor_rollout_ref.actor.optim.zero_indexed_step=False \
     actor_rollout_ref.actor.optim.betas='[0.9,0.95]' \
     actor_rollout_ref.rollout.name=hf \
     actor_rollout_ref.rollout.n=12 \

@@ -221,12 +221,16 @@ class Trainer:
             batch.array("score").tolist(),
             batch["finish_reason"],
             batch["reward_extra"],
+            batch["prompt"],
             strict=True,
         )
         return [
-            Sample(decode(ids.tolist()), response, answer, score, {"sample_id": i, "finish_reason": reason, **extra})
-            for i, ids, response, answer, score, reason, extra in rows
-        ]
+            Sample(
+                decode(ids.tolist()), response, answer, score, {"sample_id": i, "finish_reason": reason, **extra},
+                question=str(messages[-1]["content"]),
+            )
+            for i, ids, response, answer, score, reason, extra, messages in rows
+        ]  # fmt: skip
 
     def _warn(self, batch: Batch) -> None:
         for note in self.log.notes:

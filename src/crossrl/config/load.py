@@ -95,7 +95,7 @@ def _refuse_unknown(user: DictConfig) -> None:
             problems.append(f"{path}={value!r}: {path} is a group of keys; set the keys in it")
         elif not (our_key(path) or path in ALIASES or is_verl_key(path) or path in verl_groups()):
             near = nearest(path)
-            hint = f"nearest: {', '.join(near)}" if near else "see `crossrl train --help` for all keys"
+            hint = f"nearest: {', '.join(near)}" if near else "see `crossrl train --keys` for all of them"
             problems.append(f"unknown key {path}; {hint}")
     if problems:
         raise ConfigError(problems)
