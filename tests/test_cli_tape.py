@@ -22,6 +22,7 @@ from crossrl.stages.base import At
 from crossrl.tape import RunLayout, Tape
 
 SAMPLER, TRAINER = Meaning(1.0, "none", "hf", 0), Meaning(1.0, "none", "fsdp", 0)
+MEANT = {"old_log_probs": TRAINER}
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +97,7 @@ def made(
         for name, columns, meanings in (
             ("rollout", rollout, {"rollout_log_probs": sampler}),
             ("reward", reward, {}),
-            ("old_log_prob", old, {"old_log_probs": TRAINER}),
+            ("old_log_prob", old, MEANT),
         ):
 
             def make(b: Batch, columns: Any = columns, meanings: Any = meanings) -> Batch:
@@ -325,6 +326,25 @@ def test_log_probs_of_another_meaning_are_not_subtracted(tmp_path: Path, cli: Cl
     assert row_of(text, "    0 ").split() == ["0", "97", "-1.000000", "-0.500000", "-"]
 
 
+def test_log_probs_of_mixed_up_samples_are_not_subtracted(tmp_path: Path, cli: Cli) -> None:
+    """C05: the trainer scored other responses than the sampler's; that is no gap."""
+    run = made(tmp_path / "a", ["aa", "bb"])
+    assert [r["gap"] for r in cli.json("inspect", run, "--step", "1")] == [0.0, 0.0]
+    old = Batch(("d.e0.r0.n0", "d.e0.r1.n0"), {"old_log_probs": Ragged.from_rows([[-2.0] * 2] * 2, np.float32)})
+    stage = Given("old_log_prob", ("old_log_probs",), lambda b: Batch(b.sample_id, old.columns, MEANT), ("response",))
+    tape = Tape(RunLayout(run / "tape"), "run", lambda stage: {})
+    shutil.rmtree(run / "tape" / "step_000001" / "old_log_prob.0")
+    tape.wrap(stage, "record")(Batch(old.sample_id, {"response": ["bb", "aa"]}), At(1))
+    tape.close()
+    code, text = cli("inspect", run, "--step", "1")
+    assert code == 0
+    assert "inputs differ at step 1: old_log_prob was given another response" in text
+    assert [r["gap"] for r in cli.json("inspect", run, "--step", "1")] == [None, None]
+    data = cli.json("inspect", run, "--sample", "r0.n0")
+    assert [t["difference"] for t in data["tokens"]] == [None, None]
+    assert "for 2 of 2 samples" in data["note"]
+
+
 def test_a_sample_is_shown_token_by_token(recorded: Path, cli: Cli) -> None:
     row = max(cli.json("inspect", recorded / "a", "--step", "2"), key=lambda r: r["length"])
     data = cli.json("inspect", recorded / "a", "--sample", row["sample_id"])
@@ -348,15 +368,14 @@ def test_a_sample_is_shown_token_by_token(recorded: Path, cli: Cli) -> None:
 def test_tokens_that_differ_most_are_marked_in_order(tmp_path: Path, cli: Cli) -> None:
     run = made(tmp_path / "a", ["abc"])
     shutil.rmtree(run / "tape" / "step_000001" / "old_log_prob.0")
-    again = tmp_path / "a" / "tape"
     old = Batch(
         ("d.e0.r0.n0",),
         {"old_log_probs": Ragged.from_rows([[-1.0, -1.5, -0.75]], np.float32)},
-        {"old_log_probs": TRAINER},
+        MEANT,
     )
-    tape = Tape(RunLayout(again), "run", lambda stage: {})
+    tape = Tape(RunLayout(run / "tape"), "run", lambda stage: {})
     tape.wrap(Given("old_log_prob", ("old_log_probs",), lambda b: old), "record")(
-        Batch(old.sample_id, {"prompt": ["p"]}), At(1)
+        Batch(old.sample_id, {"prompt": ["question 0"]}), At(1)
     )
     tape.close()
     assert cli.json("inspect", run, "--sample", "r0.n0")["worst_positions"] == [1, 2]

@@ -143,9 +143,9 @@ def _samples(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> 
 
 
 def _sample(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> tuple[int, Any, list[RenderableType]]:
-    from crossrl.cli.show_samples import find_sample, sample_json, show_sample
+    from crossrl.cli.show_samples import find_sample, gap_of, mixed_up, sample_json, show_sample
 
     view = find_sample(recorded.tape, args.sample, steps, _split(args))
     texts = recorded.token_texts(view.step, _split(args))
-    count = args.worst or WORST_TOKENS
-    return 0, sample_json(view, texts, count), show_sample(view, texts, count)
+    gap, count = gap_of(view, mixed_up(recorded.tape, view.step, _split(args))), args.worst or WORST_TOKENS
+    return 0, sample_json(view, gap, texts, count), show_sample(view, gap, texts, count)

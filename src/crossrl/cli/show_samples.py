@@ -15,7 +15,7 @@ from rich.text import Text
 from crossrl.cli.recorded import TokenTexts, as_json, excerpt, prompt_text, value_text, visible
 from crossrl.tape import RecordMissing, RunTape, SampleView, TapeError
 from crossrl.tape.api import Split
-from crossrl.tape.gap import meaning_verdict
+from crossrl.tape.gap import input_differences, meaning_verdict
 
 SAMPLER = "rollout_log_probs"
 FACTS = (
@@ -41,11 +41,29 @@ class Gap:
         return float(np.nanmax(np.abs(self.difference)))
 
 
-def gap_of(view: SampleView) -> Gap:
+def mixed_up(tape: RunTape, step: int, split: Split) -> str:
+    """What a stage of this step was given that the stages before it did not write; empty when all is well.
+
+    Then samples were mixed up between two stages, and no difference of numbers says anything about a policy.
+    """
+    found = input_differences(tape, step, split)
+    if not found:
+        return ""
+    first = found[0]
+    return (
+        f"inputs differ at step {step}: {first.stage} was given another {first.field} than the stage before it wrote "
+        f"for {first.differing} of {first.total} samples, so the log-probs are not compared"
+    )
+
+
+def gap_of(view: SampleView, mixed: str = "") -> Gap:
+    """``mixed``: see ``mixed_up``."""
     sampler, column = view.columns.get(SAMPLER), _trainer_column(view)
     if sampler is None or column is None:
         missing = "trainer" if sampler is not None else "sampler"
         return Gap(column, None, f"no log-probs of the {missing} are recorded for this sample")
+    if mixed:
+        return Gap(column, None, mixed)
     if SAMPLER not in view.meanings or column not in view.meanings:
         return Gap(column, None, "a log-prob column does not say what it means, so the two are not compared")
     verdict, reason = meaning_verdict(view.meanings[SAMPLER], view.meanings[column])
@@ -86,11 +104,12 @@ class Row:
 def rows(tape: RunTape, steps: Sequence[int], split: Split, find: str | None = None) -> Iterator[Row]:
     """One per sample, in the order of the run. ``find``: only those with this text (any case) in prompt or response."""
     for step in steps:
+        mixed = mixed_up(tape, step, split)
         for view in tape.samples(step, split):
             prompt, response = prompt_text(view.prompt), view.response or ""
             if find is not None and find.casefold() not in f"{prompt}\n{response}".casefold():
                 continue
-            ids, gap = view.columns.get("response_ids"), gap_of(view)
+            ids, gap = view.columns.get("response_ids"), gap_of(view, mixed)
             yield Row(
                 step, split, view.sample_id, prompt, response, _number(view.reward), view.columns.get("reward_status"),
                 None if ids is None else len(ids), gap.largest, gap.note,
@@ -205,8 +224,7 @@ def worst_tokens(tokens: Sequence[TokenRow], count: int) -> list[TokenRow]:
     return sorted(unequal, key=lambda t: -abs(t.difference or 0.0))[:count]
 
 
-def sample_json(view: SampleView, texts: TokenTexts, count: int) -> dict[str, Any]:
-    gap = gap_of(view)
+def sample_json(view: SampleView, gap: Gap, texts: TokenTexts, count: int) -> dict[str, Any]:
     tokens = token_rows(view, gap, texts)
     return as_json(
         {
@@ -218,8 +236,7 @@ def sample_json(view: SampleView, texts: TokenTexts, count: int) -> dict[str, An
     )  # fmt: skip
 
 
-def show_sample(view: SampleView, texts: TokenTexts, count: int) -> list[RenderableType]:
-    gap = gap_of(view)
+def show_sample(view: SampleView, gap: Gap, texts: TokenTexts, count: int) -> list[RenderableType]:
     tokens = token_rows(view, gap, texts)
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)

@@ -1,18 +1,20 @@
 """Attention of packed rows, plugged into any transformers model through its ``AttentionInterface``.
 
 ``packed_attention`` is registered as "crossrl". A forward pass that hands over a ``Pattern`` by keyword gets that
-pattern's attention; without one it is plain SDPA, so that the model can still be used as it came.
+pattern's attention; without one it gets the attention that the model came with, so that the model can still be used
+by anybody as before.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crossrl.models.layout import Layout, Segments
 
@@ -25,7 +27,7 @@ class UnsupportedAttention(RuntimeError):
 
 
 class Pattern(Protocol):
-    """Which token attends to which. Shapes: query ``[1, H, T, D]``, key and value ``[1, Hkv, T, D]``; out ``[T, H, D]``."""
+    """Which token attends to which. query: ``[1, H, T, D]``; key, value: ``[1, Hkv, T, D]``; result: ``[T, H, D]``."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, extra: Extra
@@ -33,7 +35,7 @@ class Pattern(Protocol):
 
 
 class Extra:
-    """What some models add to plain attention: ``window`` (tokens seen, itself included), ``softcap``, ``sinks`` ``[H]``."""
+    """What some models add to attention: ``window`` (tokens seen, itself included), ``softcap``, ``sinks`` ``[H]``."""
 
     __slots__ = ("sinks", "softcap", "window")
 
@@ -54,7 +56,7 @@ def packed_attention(
     """The attention function that transformers calls; returns ``[1, T, H, D]``."""
     pattern: Pattern | None = kwargs.pop(KEYWORD, None)
     if pattern is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _own(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if dropout:
         raise UnsupportedAttention(f"attention dropout is {dropout}; packed attention needs 0")
     if kwargs.get("position_bias") is not None:
@@ -65,7 +67,24 @@ def packed_attention(
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, eager_mask)  # an additive mask, which any attention understands
+
+# Kept on each module, so that a copy of the model has it too.
+_CAME_WITH = "_attention_it_came_with"
+
+
+def switch(model: PreTrainedModel, packed: bool) -> None:
+    """Give ``model`` packed attention, or back the one that it came with."""
+    if not hasattr(model, _CAME_WITH):
+        for module in model.modules():
+            setattr(module, _CAME_WITH, model.config._attn_implementation)
+    model.set_attn_implementation(NAME if packed else getattr(model, _CAME_WITH))
+
+
+def _own(module: torch.nn.Module) -> Any:
+    """The attention function that ``module`` came with."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(getattr(module, _CAME_WITH), eager)  # type: ignore[arg-type]
 
 
 class LayoutPattern:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from crossrl.models.attention import Extra, LayoutPattern, as_bias, core
-from crossrl.models.layout import Layout, round_up
+from crossrl.models.layout import PAD_KEYS, Layout, round_up
 
 # A product with fewer rows rounds differently; heads that share keys and values are its rows here.
 MIN_QUERY_ROWS = 4
 
 
 class DecodeCache:
-    """Keys and values of B sequences, each its prompt and its response without a gap: ``[B, Hkv, capacity, D]`` a layer.
+    """Keys and values of B sequences, prompt and response without a gap: ``[B, Hkv, capacity, D]`` for each layer.
 
     Filled by ``Prefill``, then one token per sequence and step by ``attend``. Memory in bytes: 2 * layers * B * Hkv *
     capacity * D * size of the dtype. ``group``: int64 ``[B]``, the prompt of each sequence. ``capacity``: prompt
@@ -20,7 +20,7 @@ class DecodeCache:
     """
 
     def __init__(self, prompt_length: torch.Tensor, group: torch.Tensor, capacity: int) -> None:
-        self.group, self.capacity = group, round_up(capacity)
+        self.group, self.capacity = group, round_up(capacity, PAD_KEYS)
         self.length = prompt_length[group]
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
@@ -42,7 +42,7 @@ class DecodeCache:
     def begin_step(self) -> None:
         """Make room for one more token per sequence."""
         longest = int(self.length.max())
-        self._used = round_up(longest + 1)
+        self._used = round_up(longest + 1, PAD_KEYS)
         # Where all sequences are equally long, one slice takes all new keys: much faster than a scatter.
         self._place = longest if int(self.length.min()) == longest else None
         self._biases.clear()
@@ -97,6 +97,6 @@ class Prefill(LayoutPattern):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, extra: Extra
     ) -> torch.Tensor:
-        index = self.layout.prompts.rows[: self._count]
+        index = self.layout.prompts.keys[: self._count]
         self._cache.store_prompts(layer, self._first, *(x[0][:, index].transpose(0, 1) for x in (key, value)))
         return super().attend(layer, query, key, value, scale, extra)

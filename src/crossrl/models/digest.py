@@ -40,5 +40,5 @@ def _chunks(tensor: torch.Tensor) -> list[memoryview]:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if not flat.numel():
         return []
-    raw = memoryview(flat.view(torch.uint8).numpy())
+    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
     return [raw[i : i + CHUNK_BYTES] for i in range(0, len(raw), CHUNK_BYTES)]

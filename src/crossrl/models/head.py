@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from crossrl.models.layout import MIN_ROWS
 from crossrl.models.linear import adds_directly, linear
 
 # Softmax numerators are kept from forward to backward up to this size, else recomputed in the backward pass.
@@ -83,8 +85,12 @@ def log_probs(
     ``hidden``: ``[N, hidden]``. Differentiable in ``hidden`` and the head's weight and bias. Logits exist for a
     chunk of positions at a time; what the backward pass needs of them is kept where it is small.
     """
+    count = len(targets)
+    missing = max(0, MIN_ROWS - count)
+    if missing:
+        hidden, targets = F.pad(hidden, (0, 0, 0, missing)), F.pad(targets, (0, missing))
     values, entropies = _LogProbs.apply(hidden, head.weight, head.bias, targets, head, temperature, entropy)
-    return values, (entropies if entropy else None)
+    return values[:count], (entropies[:count] if entropy else None)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -111,15 +117,14 @@ class _LogProbs(torch.autograd.Function):
                 entropies[rows] = -(log_p.exp() * log_p).sum(-1)
             if keep:
                 kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, targets, entropies)
-        ctx.head, ctx.temperature, ctx.entropy, ctx.kept = head, temperature, entropy, kept
+        ctx.save_for_backward(hidden, targets, entropies)
+        ctx.weight, ctx.head, ctx.temperature, ctx.entropy, ctx.kept = weight, head, temperature, entropy, kept
         return values, entropies
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, entropies = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, targets, entropies = ctx.saved_tensors
+        weight = ctx.weight
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         direct = needs_weight and adds_directly(weight)
@@ -150,5 +155,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _chunks(count: int, vocabulary: int) -> list[slice]:
-    rows = max(16, CHUNK_BYTES // (4 * vocabulary))
-    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+    """Equal parts (so that none has too few rows to be exact) of about ``CHUNK_BYTES`` of logits."""
+    parts = max(1, min(count // MIN_ROWS, -(-4 * count * vocabulary // CHUNK_BYTES)))
+    ends = [count * (i + 1) // parts for i in range(parts)]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# In float32 on CPU a row of a matrix product has the same bits whatever the number of rows, once there are 12 (measured:
-# MKL on AVX2, one and two threads; 1 to 11 rows differ), and attention over padded queries and keys does not depend on
-# the padding when that is to a multiple of 4. With some margin on both, a token's log-prob depends on its own sequence
-# only, and is the same number when it is sampled and when it is trained on.
+# In float32 on CPU a row of a matrix product has the same bits whatever the number of rows, once there are 12
+# (measured: MKL on AVX2, one and two threads; 1 to 11 rows differ), and attention does not depend on how far queries
+# and keys are padded, once that is to multiples of 4 and 16. With some margin, a token's log-prob depends on its own
+# sequence only, and is the same number when it is sampled and when it is trained on.
 MIN_ROWS = 16
-PAD_TO = 8
+PAD_ROWS = 8
+PAD_KEYS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Attention over n pieces of the token row, padded to multiples of ``PAD_TO``.
+    """Attention over n pieces of the token row, padded to multiples of ``PAD_ROWS`` and ``PAD_KEYS``.
 
     ``rows``: int64 ``[n, M]``, the rows that ask (padding: 0). ``keys``: int64 ``[n, L]``, the rows that may be seen,
     in the order of their positions, which start at 0. ``first``: int64 ``[n]``, the position of the first row that
@@ -95,13 +96,14 @@ def lay_out(groups: Sequence[Group]) -> Layout:
     p_count = np.array([len(p) for p in prompts], dtype=np.int64)
     r_count = np.array([len(r) for r in inputs], dtype=np.int64)
     p_first, r_first = _starts(p_count), _starts(r_count) + p_count.sum()
-    rows, places = _table(p_first, p_count)
+    rows, places = _table(p_first, p_count, PAD_ROWS)
+    keys, _ = _table(p_first, p_count, PAD_KEYS)
     scatter = [places]
-    prompt_part = Segments(_tensor(rows), _tensor(rows), torch.zeros(len(prompts), dtype=torch.int64), _tensor(p_count))
+    prompt_part = Segments(_tensor(rows), _tensor(keys), torch.zeros(len(prompts), dtype=torch.int64), _tensor(p_count))
     response_part = None
     if r_count.any():
         some = np.flatnonzero(r_count)
-        rows, places = _table(r_first[some], r_count[some])
+        rows, places = _table(r_first[some], r_count[some], PAD_ROWS)
         scatter.append(places + prompt_part.rows.numel())
         of = group[some]
         keys = _joined(p_first[of], p_count[of], r_first[some], r_count[some])
@@ -123,9 +125,9 @@ def lay_out(groups: Sequence[Group]) -> Layout:
     )
 
 
-def round_up(count: int) -> int:
-    """To a multiple of ``PAD_TO``."""
-    return -(-count // PAD_TO) * PAD_TO
+def round_up(count: int, unit: int) -> int:
+    """To a multiple of ``unit``."""
+    return -(-count // unit) * unit
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
@@ -138,9 +140,9 @@ def _ramp(counts: np.ndarray, first: np.ndarray | None = None) -> np.ndarray:
     return np.arange(int(counts.sum())) - np.repeat(offset, counts)
 
 
-def _table(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _table(first: np.ndarray, counts: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers ``[n, M]`` of pieces that follow each other (padding: 0), and each row's place in that table."""
-    inside = np.arange(round_up(int(counts.max())))[None, :] < counts[:, None]
+    inside = np.arange(round_up(int(counts.max()), unit))[None, :] < counts[:, None]
     rows = np.zeros(inside.shape, dtype=np.int64)
     rows[inside] = _ramp(counts, first)
     return rows, np.flatnonzero(inside)
@@ -148,7 +150,7 @@ def _table(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def _joined(p_first: np.ndarray, p_count: np.ndarray, r_first: np.ndarray, r_count: np.ndarray) -> np.ndarray:
     """Row numbers ``[n, L]``: each prompt's, then its response's, without a gap (padding: 0)."""
-    column = np.arange(round_up(int((p_count + r_count).max())))[None, :]
+    column = np.arange(round_up(int((p_count + r_count).max()), PAD_KEYS))[None, :]
     prompt = p_first[:, None] + column
     response = (r_first - p_count)[:, None] + column
     rows = np.where(column < p_count[:, None], prompt, response)

@@ -92,12 +92,14 @@ class FastEmbedding(nn.Embedding):
 class _AccumulatingLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # the parameter itself: what checkpointing gives back of a saved one has no gradient
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
         rows = grad.reshape(-1, grad.shape[-1])
         weight.grad.addmm_(rows.t(), x.reshape(-1, x.shape[-1]))
         return (
@@ -110,18 +112,18 @@ class _AccumulatingLinear(torch.autograd.Function):
 class _AccumulatingEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.padding = padding
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        ids, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
         ids, grad = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
         if ctx.padding is not None:  # PyTorch gives the padding row no gradient, also where it is the end token
             real = ids != ctx.padding
             ids, grad = ids[real], grad[real]
-        weight.grad.index_add_(0, ids, grad)
+        ctx.weight.grad.index_add_(0, ids, grad)
         return None, None, None
 
 

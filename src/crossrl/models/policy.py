@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,9 +19,6 @@ from crossrl.models.linear import speed_up
 from crossrl.models.loading import switch_dropout_off
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
-
-# The attention that each model came with, before any engine changed it.
-_own_attention: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
 
 class Policy:
@@ -41,7 +37,6 @@ class Policy:
         speed_up(model)
         self.config: Any = model.config.get_text_config()
         self.packed, self.notice = False, ""
-        self._own_attention = _own_attention.setdefault(model, model.config._attn_implementation)
         if packed is not False:
             self.check(self._gap, required=packed is True)
 
@@ -55,7 +50,7 @@ class Policy:
 
     @property
     def vocab_size(self) -> int:
-        return self.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr,return-value]
+        return self.model.get_input_embeddings().weight.shape[0]
 
     @property
     def max_length(self) -> int | None:
@@ -80,7 +75,10 @@ class Policy:
 
     def checkpoint_gradients(self) -> None:
         """Recompute each decoder layer in the backward pass instead of keeping its activations."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        model: Any = self.model
+        # transformers renamed this; the old name warns
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
@@ -119,8 +117,7 @@ class Policy:
         within = np.concatenate([np.arange(n) for n in lengths]) if len(pairs) else np.zeros(0, np.int64)
         column = first[sequence] + within
         input_ids = torch.from_numpy(ids).to(self.device)
-        with self._plain():
-            logits = self.model(input_ids=input_ids, use_cache=False).logits
+        logits = self.model(input_ids=input_ids, use_cache=False).logits
         index, at = torch.from_numpy(sequence).to(self.device), torch.from_numpy(column).to(self.device)
         log_p = torch.log_softmax(logits[index, at].float() / temperature, -1)
         values = log_p.gather(1, input_ids[index, at + 1][:, None])[:, 0]
@@ -135,14 +132,13 @@ class Policy:
         kept, self.model.generation_config = self.model.generation_config, settings
         try:
             ids = torch.from_numpy(prompts.astype(np.int64)).to(self.device)
-            with self._plain():
-                self.model.generate(  # type: ignore[operator]
-                    inputs=ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=settings,
-                    logits_processor=[force],
-                    stopping_criteria=[over],
-                )
+            self.model.generate(
+                inputs=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                logits_processor=[force],
+                stopping_criteria=[over],
+            )
         finally:
             self.model.generation_config = kept
 
@@ -151,7 +147,7 @@ class Policy:
 
         Else fall back with a ``notice``; ``required``: raise ``UnsupportedAttention`` instead.
         """
-        self.model.set_attn_implementation(attention.NAME)
+        attention.switch(self.model, packed=True)
         self.packed = True
         limit = TOLERANCE.get(self.dtype, 1e-4)
         try:
@@ -161,7 +157,7 @@ class Policy:
             problem = f"its log-probs differ from the plain ones by {gap:.1e} nat (limit {limit:.0e})"
         except Exception as error:  # whatever a foreign model does with packed input, the plain path is there
             problem = f"{type(error).__name__}: {error}"
-        self.model.set_attn_implementation(self._own_attention)
+        attention.switch(self.model, packed=False)
         self.packed = False
         self.notice = (
             f"{type(self.model).__name__}: the packed forward pass is not usable ({problem}); "
@@ -169,16 +165,6 @@ class Policy:
         )
         if required:
             raise attention.UnsupportedAttention(self.notice)
-
-    @contextmanager
-    def _plain(self) -> Iterator[None]:
-        """The model's own attention for a while, also where another engine runs the model packed."""
-        current = self.model.config._attn_implementation
-        self.model.set_attn_implementation(self._own_attention)
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(current)
 
     @torch.no_grad()
     def _gap(self) -> float:

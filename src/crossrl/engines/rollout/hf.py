@@ -77,7 +77,6 @@ class HfRolloutEngine:
         self._held = {n: p.detach() for n, p in distinct_parameters(model)}
         self._update: WeightTransaction | None = None
         self._usable = True
-        self._head = self.policy.head()
         if self.policy.packed:
             self.policy.check(self._gap, required=packed is True)
         self.notice = self.policy.notice
@@ -210,7 +209,7 @@ class HfRolloutEngine:
             report()
 
     def _gap(self) -> float:
-        """The largest difference between the log-probs of a short generation and the model's own, for ``Policy.check``."""
+        """For ``Policy.check``: how far the log-probs of a short generation are from the model's own."""
         draw = np.random.Generator(np.random.Philox(1))
         prompts = [draw.integers(0, self.policy.vocab_size, n) for n in (5, 5, 2)]
         prompts[1] = prompts[0]
@@ -233,14 +232,14 @@ class HfRolloutEngine:
             hidden = self.policy.hidden(layout.input_ids, layout.position_ids, Prefill(layout, cache, first, len(part)))
             last.append(hidden[layout.prompt_last])
         hidden = torch.cat(last)
-        return cache, self._head.logits(hidden[fill_up(torch.arange(len(hidden), device=device))])[rows]
+        return cache, self.policy.head().logits(hidden[fill_up(torch.arange(len(hidden), device=device))])[rows]
 
     def _decode(self, tokens: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
         """Append one token to each sequence; logits of the next, float32 ``[B, V]``."""
         cache.begin_step()
         hidden = self.policy.hidden(tokens[None], cache.length[None], cache)
         cache.end_step()
-        return self._head.logits(hidden)
+        return self.policy.head().logits(hidden)
 
 
 def fill_up(rows: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from crossrl.batch import Batch, Ragged
 from crossrl.engines.base import EngineError, EngineState, LossInput, Objective, StepResult
 from crossrl.engines.train.micro_batches import MicroBatch, split
-from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, copy_exactly
+from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, check_fit, copy_all
 from crossrl.models.linear import accumulating
 from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
@@ -130,9 +130,14 @@ class FsdpTrainEngine:
         for key in ("steps_done", "weight_version"):
             if not isinstance(state.scalars.get(key), int):
                 raise EngineError(f"engine state: {key} is {state.scalars.get(key)!r}, want an integer")
-        copy_exactly({n: p.detach() for n, p in self._parameters.items()}, state.weights, "weights")
-        if self._optimizer is not None:
-            self._optimizer.load(state.optimizer, state.scalars["steps_done"])
+        weights = {n: p.detach() for n, p in self._parameters.items()}
+        moments = self._optimizer.tensors() if self._optimizer is not None else {}
+        check_fit(weights, state.weights, "weights")
+        if self._optimizer is not None:  # a frozen engine may take the state of one that trains
+            check_fit(moments, state.optimizer, "optimizer state")
+            self._optimizer.set_steps_done(state.scalars["steps_done"])
+        copy_all(weights, state.weights)
+        copy_all(moments, state.optimizer)
         self.weight_version = state.scalars["weight_version"]
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -76,21 +76,20 @@ class NamedAdamW:
         """``<parameter>.<moment>`` to the live tensor."""
         return {f"{n}.{m}": self._adamw.state[p][m] for n, p in self.named.items() for m in MOMENTS}
 
-    def load(self, tensors: Mapping[str, torch.Tensor], steps_done: int) -> None:
-        """Copy moments in; all of them and no others. The step count goes to every parameter."""
-        copy_exactly(self.tensors(), tensors, "optimizer state")
+    def set_steps_done(self, steps_done: int) -> None:
+        """After ``tensors()`` were copied into: the count of steps, for every parameter."""
         self.steps_done = steps_done
         for parameter in self.named.values():
             self._adamw.state[parameter]["step"].fill_(float(steps_done))
 
 
-def copy_exactly(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], what: str) -> None:
-    """Copy ``sources`` into ``targets``; raises ``EngineError`` before copying anything unless names, shapes and
-    dtypes agree."""
+def check_fit(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise ``EngineError`` unless ``sources`` has the names, shapes and dtypes of ``targets``."""
     missing, unknown = sorted(set(targets) - set(sources)), sorted(set(sources) - set(targets))
     if missing or unknown:
         raise EngineError(
-            f"{what}: {len(missing)} tensors missing (first: {missing[:3]}), {len(unknown)} unknown (first: {unknown[:3]})"
+            f"{what}: {len(missing)} tensors missing (first: {missing[:3]}), "
+            f"{len(unknown)} unknown (first: {unknown[:3]})"
         )
     for name, target in targets.items():
         source = sources[name]
@@ -98,6 +97,10 @@ def copy_exactly(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torc
             raise EngineError(
                 f"{what}: {name} is {tuple(source.shape)} {source.dtype}, want {tuple(target.shape)} {target.dtype}"
             )
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(sources[name])
+
+
+@torch.no_grad()
+def copy_all(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``sources`` into ``targets``, by name."""
+    for name, target in targets.items():
+        target.copy_(sources[name])
