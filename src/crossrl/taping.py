@@ -136,6 +136,13 @@ class Digests:
             self._weights = trainer.weight_version, weights_digest(trainer.named_weights())
         return self._weights[1]
 
+    def update(self, when: str) -> dict[str, str]:
+        """For the record of an update. Hashing gigabytes is most of what a tape costs, so nothing is hashed twice:
+        the weights before an update are those after the last one, and so is the optimizer state."""
+        if when == "before":
+            return {"weights": self.weights()}
+        return {"weights": self.weights(), "optimizer": weights_digest(self._parts.trainer.state().optimizer.items())}
+
     def reference(self) -> str:
         """Of the reference weights, which never change."""
         engine = self._parts.reference

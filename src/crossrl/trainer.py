@@ -100,7 +100,7 @@ class Trainer:
                 wraps = [self.wrap]
                 if taping.wanted(self.cfg):
                     self.tape = RunTape(self.cfg, parts, self.folder, self.tolerance)
-                    parts.update.digest = self.state.digests
+                    parts.update.digest = self.tape.digests.update
                     wraps.insert(0, self.tape.wrap)
                 for wrap in wraps:
                     stages = {name: wrap(stage) for name, stage in stages.items()}

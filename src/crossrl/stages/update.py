@@ -53,7 +53,8 @@ class Update:
 
     ``columns``: the optional fields that this run's objective needs (old_log_probs, ref_log_probs, is_weights).
     Without ``old_log_probs`` the batch must be one optimizer step: then they are the current log-probs.
-    ``lr``: training step to learning rate. ``digest``: when given, the digest of the weights goes into the record.
+    ``lr``: training step to learning rate. ``digest``: when given, it is asked for digests of the state before and
+    after, which go into the record.
     """
 
     name = "update"
@@ -66,7 +67,7 @@ class Update:
         plan: UpdatePlan,
         lr: Callable[[int], float],
         columns: tuple[str, ...] = (),
-        digest: Callable[[], dict[str, str]] | None = None,
+        digest: Callable[[str], dict[str, str]] | None = None,
     ) -> None:
         self.engine, self.plan, self.lr, self.digest = engine, plan, lr, digest
         self.config, self.objective = objective, make_objective(objective)
@@ -74,7 +75,7 @@ class Update:
         self.reads: tuple[str, ...] = ("group_id", "prompt_ids", "response_ids", *self.per_token)
 
     def __call__(self, batch: Batch, at: At) -> Batch:
-        info = {"before": self.digest()} if self.digest else {}
+        state = {"before": self.digest("before")} if self.digest else {}
         results: list[StepResult] = []
         first_pass: list[Batch] = []
         for epoch, index in self.plan.mini_batches(batch, at.step):
@@ -86,11 +87,11 @@ class Update:
         meaning = Meaning(self.plan.temperature, "none", self.engine.name, self.engine.weight_version)
         self.engine.weight_version = at.step
         if self.digest:
-            info["after"] = self.digest()
+            state["after"] = self.digest("after")
         seen = Batch.concat(first_pass)
         out = seen.take(seen.index_of(batch.sample_id))
         return Batch(
-            out.sample_id, out.columns, {"log_probs": meaning}, {"metrics": self._metrics(results), "weights": info}
+            out.sample_id, out.columns, {"log_probs": meaning}, {"metrics": self._metrics(results), "state": state}
         )
 
     def _step(self, mini: Batch, at: At) -> StepResult:
