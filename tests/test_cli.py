@@ -120,6 +120,25 @@ def test_keys_are_listed_with_their_meaning(capsys: pytest.CaptureFixture[str]) 
     assert "trainer." not in text
 
 
+@pytest.mark.parametrize(
+    ("prefix", "near"),
+    [
+        ("optim", "actor_rollout_ref.actor.optim"),
+        ("trainr.", "trainer"),
+        ("rollout.n", "actor_rollout_ref.rollout.n"),
+        ("qqqq", "actor_rollout_ref, algorithm, data, reward, tape, trainer"),
+    ],
+)
+def test_a_prefix_of_no_key_is_an_error_with_the_nearest(
+    prefix: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--keys", prefix])
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert f"no key begins with '{prefix}'; nearest: {near}" in said.err
+
+
 def test_a_reader_that_stops_reading_is_no_error() -> None:
     code = "import sys; from crossrl.cli.main import main; sys.exit(main(['train', '--keys']))"
     writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

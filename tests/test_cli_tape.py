@@ -91,7 +91,7 @@ def made(
     }  # fmt: skip
     old = {"old_log_probs": Ragged(floats.values + shift, floats.lengths)}
     reward = {"reward": np.array(rewards or [1.0] * count), "reward_status": ["ok"] * count}
-    tape = Tape(RunLayout(folder / "tape"), "run", lambda stage: {}, weight_version=lambda: 0)
+    tape = Tape(RunLayout(folder / "tape"), "run", lambda stage, split: {}, weight_version=lambda: 0)
     for step in steps:
         batch = Batch(tuple(f"d.e0.r{i}.n0" for i in range(count)), {"prompt": [f"question {i}" for i in range(count)]})
         for name, columns, meanings in (
@@ -195,13 +195,14 @@ def test_a_tolerance_lets_small_differences_pass_and_says_so(tmp_path: Path, cli
     assert cli("diff", a, b, "--tolerance", "reward=1e-10")[0] == 1
 
 
+@pytest.mark.parametrize("command", [("diff", "a", "b"), ("verify", "a")])
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [("reward", "FIELD=NUMBER"), ("reward=-1", "FIELD=NUMBER"), ("=1", "FIELD=NUMBER"), ("rewards=1", "'reward'")],
 )
-def test_a_wrong_tolerance_is_refused(wrong: str, said: str, cli: Cli) -> None:
+def test_a_wrong_tolerance_is_refused(command: tuple[str, ...], wrong: str, said: str, cli: Cli) -> None:
     with pytest.raises(SystemExit) as end:
-        cli("diff", "a", "b", "--tolerance", wrong)
+        cli(*command, "--tolerance", wrong)
     assert end.value.code == 2
     assert said in cli.capsys.readouterr().err
 
@@ -214,6 +215,22 @@ def test_a_comparison_of_nothing_is_no_equality(tmp_path: Path, cli: Cli) -> Non
     assert (code, "are the same run" in text) == (2, True)
     code, text = cli("diff", a, tmp_path / "nowhere")
     assert (code, "no recorded steps" in text) == (2, True)
+
+
+def test_a_run_that_ends_earlier_or_lacks_a_step_is_not_plainly_equal(tmp_path: Path, cli: Cli) -> None:
+    a = made(tmp_path / "a", ["x"], steps=(1, 2, 3))
+    code, text = cli("diff", a, made(tmp_path / "b", ["x"], steps=(1, 2)))
+    assert (code, "equal as far as both go: steps 1 to 2" in text) == (0, True)
+    code, text = cli("diff", a, made(tmp_path / "c", ["x"], steps=(1, 3)))
+    assert (code, "records missing: within steps 1 to 3" in text) == (1, True)
+    assert "warning: everything of step 2 is recorded in A only" in text
+
+
+def test_a_comparison_with_a_replay_that_accepted_something_says_so(recorded: Path, cli: Cli) -> None:
+    code, text = cli("diff", recorded / "a", recorded / "again")
+    assert code == 1
+    assert "run B is not a valid reproduction; it accepted: rollout.temperature: recorded 1.0, found 0.7" in text
+    assert "run A is not" not in text
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path, cli: Cli) -> None:
@@ -332,7 +349,7 @@ def test_log_probs_of_mixed_up_samples_are_not_subtracted(tmp_path: Path, cli: C
     assert [r["gap"] for r in cli.json("inspect", run, "--step", "1")] == [0.0, 0.0]
     old = Batch(("d.e0.r0.n0", "d.e0.r1.n0"), {"old_log_probs": Ragged.from_rows([[-2.0] * 2] * 2, np.float32)})
     stage = Given("old_log_prob", ("old_log_probs",), lambda b: Batch(b.sample_id, old.columns, MEANT), ("response",))
-    tape = Tape(RunLayout(run / "tape"), "run", lambda stage: {})
+    tape = Tape(RunLayout(run / "tape"), "run", lambda stage, split: {})
     shutil.rmtree(run / "tape" / "step_000001" / "old_log_prob.0")
     tape.wrap(stage, "record")(Batch(old.sample_id, {"response": ["bb", "aa"]}), At(1))
     tape.close()
@@ -373,7 +390,7 @@ def test_tokens_that_differ_most_are_marked_in_order(tmp_path: Path, cli: Cli) -
         {"old_log_probs": Ragged.from_rows([[-1.0, -1.5, -0.75]], np.float32)},
         MEANT,
     )
-    tape = Tape(RunLayout(run / "tape"), "run", lambda stage: {})
+    tape = Tape(RunLayout(run / "tape"), "run", lambda stage, split: {})
     tape.wrap(Given("old_log_prob", ("old_log_probs",), lambda b: old), "record")(
         Batch(old.sample_id, {"prompt": ["question 0"]}), At(1)
     )

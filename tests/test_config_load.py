@@ -171,7 +171,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest_valid_name(key, near):
 
 def test_a_key_with_nothing_near_points_to_the_list_of_keys():
     assert nearest("zzzzqqqq") == []
-    assert "crossrl train --help" in problem("zzzzqqqq=1")
+    assert "crossrl train --keys" in problem("zzzzqqqq=1")
 
 
 def test_all_unknown_keys_are_reported_at_once():

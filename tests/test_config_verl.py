@@ -69,6 +69,7 @@ def test_verls_grpo_launch_script_starts_with_one_override_for_the_engine(tmp_pa
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.actor.fsdp_config.param_offload": False,
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 40,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
         "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
         "actor_rollout_ref.ref.fsdp_config.param_offload": True,
@@ -176,6 +177,34 @@ def test_no_key_without_effect_is_silent():
     assert len(plain) > 20
     loaded = load_config([*BASE, *(f"{k}=odd" for k in plain)])
     assert [k for k, _ in loaded.no_effect] and {k for k, _ in loaded.no_effect} == set(plain)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_rollout_ref.rollout.log_prob_micro_batch_size", 8),
+        ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", 8),
+        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", True),
+        ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", 9000),
+        ("actor_rollout_ref.rollout.dtype", "bfloat16"),
+        ("actor_rollout_ref.rollout.calculate_log_probs", False),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"]),
+        ("trainer.balance_batch", False),
+    ],
+)
+def test_what_changes_nothing_here_is_listed_and_not_among_our_keys(key, value):
+    loaded = load_config([*BASE, f"{key}={value}"])
+    assert dict(loaded.no_effect) == {key: value} and loaded.warnings == ()
+    assert loaded.config == load_config(BASE).config
+    assert our_key(key) is None
+
+
+def test_a_resume_that_would_leave_something_out_is_refused():
+    key = "actor_rollout_ref.actor.checkpoint.load_contents"
+    text = problem(f"{key}=[model]")
+    assert f"{key}=[model] would change the result" in text and "[model,optimizer,extra]" in text
+    for everything in ("[optimizer,extra,model]", "[model,hf_model,optimizer,extra]"):
+        assert key in dict(load_config([*BASE, f"{key}={everything}"]).no_effect)
 
 
 # Older names

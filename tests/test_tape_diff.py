@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,10 @@ from crossrl.batch import Batch, Meaning, Ragged
 from crossrl.stages.base import At
 from crossrl.tape.api import open_run
 from crossrl.tape.diff import diff_runs
-from crossrl.tape.errors import CorruptRecord, RecordMissing, TapeError
+from crossrl.tape.errors import CorruptRecord, Mismatch, RecordMissing, TapeError
 from crossrl.tape.gap import gap_at
 from crossrl.tape.layout import RunLayout
-from crossrl.tape.tape import Tape
+from crossrl.tape.tape import Tape, TapeOptions
 
 SAMPLES = 6
 RAW, SCALED = Meaning(1.0, "none", "hf", 0), Meaning(0.6, "none", "fsdp", 0)
@@ -39,7 +40,9 @@ class Fake:
 
 @dataclass
 class Faults:
-    """``mix_from``: from this step the trainer is given the next sample's prompt (C05)."""
+    """``mix_from``: from this step the trainer is given the next sample's prompt (C05). ``one_step``: without
+    old_log_prob, the update computes the trainer's log-probs, but not of the last sample. ``bypass``: old_log_probs are
+    the sampler's."""
 
     mix_from: int = 99
     sampler: Meaning = field(default_factory=lambda: Meaning(1.0, "none", "hf", 0))
@@ -51,6 +54,9 @@ class Faults:
     version: int = 0
     lr: float = 1e-6
     weights: str = "w"
+    accept: tuple[str, ...] = ()
+    one_step: bool = False
+    bypass: bool = False
 
 
 def prompts(step: int, ids: str = "d") -> Batch:
@@ -93,12 +99,20 @@ def record_run(folder: Path, faults: Faults | None = None, steps: int = 4, skip:
         return Batch(batch.sample_id, {"reward": np.arange(SAMPLES) + f.reward_shift * (np.arange(SAMPLES) == 2)})
 
     def old(batch: Batch, at: At) -> Batch:
+        meaning = f.sampler if f.bypass else f.trainer
+        return Batch(batch.sample_id, {"old_log_probs": trainers(batch)}, {"old_log_probs": meaning})
+
+    def trainers(batch: Batch) -> Ragged:
         values = log_probs(batch)
-        shifted = Ragged(values.values + np.float32(f.gap), values.lengths)
-        return Batch(batch.sample_id, {"old_log_probs": shifted}, {"old_log_probs": f.trainer})
+        return Ragged(values.values + np.float32(f.gap), values.lengths)
 
     def update(batch: Batch, at: At) -> Batch:
-        return Batch(batch.sample_id, {}, {}, {"loss": 0.5, "timing/step": 1.0})
+        info = {"loss": 0.5, "timing/step": 1.0}
+        if not (f.one_step or f.bypass):
+            return Batch(batch.sample_id, {}, {}, info)
+        column = trainers(batch)
+        column.values[column.offsets[-2] :] = np.nan
+        return Batch(batch.sample_id, {"log_probs": column}, {"log_probs": f.trainer}, info)
 
     sampled = ("response_ids", "response_mask", "rollout_log_probs", "response", "rollout_weight_version")
     stages = [
@@ -107,8 +121,18 @@ def record_run(folder: Path, faults: Faults | None = None, steps: int = 4, skip:
         Fake("old_log_prob", ("prompt_ids", "response_ids"), ("old_log_probs",), old),
         Fake("update", ("old_log_probs", "reward"), (), update),
     ]
+    if f.one_step:
+        del stages[2]
+    if f.one_step or f.bypass:
+        stages[-1] = Fake("update", ("prompt_ids", "response_ids", "reward"), ("log_probs",), update)
     settings = {"rollout": {"temperature": 1.0}, "actor": {"lr": f.lr}, "weights": f.weights}
-    tape = Tape(RunLayout(folder), folder.name, lambda stage: settings if stage == "update" else {"weights": f.weights})
+
+    def fingerprint(stage: str, split: str) -> dict[str, Any]:
+        return settings if stage == "update" else {"weights": f.weights}
+
+    tape = Tape(RunLayout(folder), folder.name, fingerprint, TapeOptions(accept=f.accept))
+    for key in f.accept:  # as after loading a record that differed there
+        tape.accepted.append(Mismatch(key, 1.0, 0.7))
     for step in range(1, steps + 1):
         batch = prompts(step, f.ids)
         for stage in stages:
@@ -158,9 +182,16 @@ def test_the_first_difference_is_named(
 
 def test_a_difference_within_the_tolerance_passes(tmp_path: Path) -> None:
     a, b = record_run(tmp_path / "a"), record_run(tmp_path / "b", Faults(reward_shift=0.5))
-    diff = diff_runs(a, b, {"reward": 0.5})
-    assert (diff.verdict, diff.first and diff.first.field) == ("inputs differ", "reward")
+    assert diff_runs(a, b, {"reward": 0.5}).verdict == "equal"  # where it is written, and where update reads it
     assert diff_runs(a, b, {"reward": 0.4}).verdict == "values differ"
+
+
+def test_an_input_of_unknown_value_does_not_pass_with_a_tolerance(tmp_path: Path) -> None:
+    a = record_run(tmp_path / "a", skip=("reward",))
+    b = record_run(tmp_path / "b", Faults(reward_shift=9.0), skip=("reward",))
+    diff = diff_runs(a, b, {"reward": 0.5})
+    assert diff.first is not None and (diff.verdict, diff.first.field) == ("inputs differ", "reward")
+    assert "reward is not recorded in both, so its tolerance cannot be applied" in diff.text()
 
 
 def test_settings_that_differ_are_listed_whatever_the_verdict(tmp_path: Path) -> None:
@@ -225,6 +256,25 @@ def test_lag_is_reported_only_from_weight_versions(tmp_path: Path) -> None:
     assert gap_at(open_run(record_run(tmp_path / "a", faults)), 1).lag == 3
 
 
+@pytest.mark.parametrize("faults", [Faults(one_step=True, gap=0.125), Faults(bypass=True, gap=0.125)])
+def test_without_old_log_probs_of_the_trainer_those_of_the_update_are_compared(tmp_path: Path, faults: Faults) -> None:
+    run = open_run(record_run(tmp_path / "a", faults))
+    view = gap_at(run, 1)
+    assert view.gap is not None and (view.verdict, view.column) == ("comparable", "log_probs")
+    assert view.gap.max_abs == pytest.approx(0.125) and view.gap.uncomputed == 3
+    first, *_, last = run.samples(1)
+    assert first.worst()[0][2:] == pytest.approx((-0.01, 0.115))
+    assert last.worst() == [] and last.tokens()[0][3] is None  # the update did not compute it
+    assert gap_at(open_run(record_run(tmp_path / "b", Faults(gap=0.125))), 1).column == "old_log_probs"
+
+
+def test_a_gap_without_log_probs_of_the_trainer_names_what_is_recorded(tmp_path: Path) -> None:
+    run = open_run(record_run(tmp_path / "a", skip=("old_log_prob", "update")))
+    with pytest.raises(RecordMissing, match=r"no log-probs of the trainer .*step 1 .*recorded: rollout\.0, reward\.0"):
+        gap_at(run, 1)
+    assert run.samples(1)[0].trainer_log_probs is None and run.samples(1)[0].worst() == []
+
+
 def test_runs_with_nothing_in_common_are_not_equal(tmp_path: Path) -> None:
     a = record_run(tmp_path / "a", skip=("reward", "old_log_prob", "update"))
     b = record_run(tmp_path / "b", skip=("rollout",))
@@ -234,13 +284,36 @@ def test_runs_with_nothing_in_common_are_not_equal(tmp_path: Path) -> None:
         diff_runs(a, tmp_path / "none")
 
 
-def test_a_run_that_is_shorter_or_lacks_a_stage_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
-    a = record_run(tmp_path / "a")
-    b = record_run(tmp_path / "b", steps=2, skip=("reward",))
+def test_a_run_that_is_only_shorter_is_equal_as_far_as_both_go(tmp_path: Path) -> None:
+    a, b = record_run(tmp_path / "a"), record_run(tmp_path / "b", steps=2)
     diff = diff_runs(a, b)
-    assert (diff.verdict, diff.compared) == ("equal", 6)
-    assert "A has the steps 1 to 4 (4), B 1 to 2 (2); the common ones are compared" in diff.warnings
-    assert "reward.0 of step 1 is recorded in A only" in diff.warnings
+    assert (diff.verdict, diff.compared, diff.exit_code) == ("equal as far as both go", 8, 0)
+    assert "8 pairs of records compared: equal as far as both go: steps 1 to 2\n" in diff.text()
+    assert diff.warnings == ("A has the steps 1 to 4 (4), B 1 to 2 (2); the common ones are compared",)
+    assert diff_runs(a, record_run(tmp_path / "c", Faults(gap=1.0), steps=2)).verdict == "values differ"
+
+
+def test_a_run_that_lacks_a_stage_or_a_step_in_between_is_not_equal(tmp_path: Path) -> None:
+    a = record_run(tmp_path / "a")
+    diff = diff_runs(a, record_run(tmp_path / "b", steps=2, skip=("reward",)))
+    assert (diff.verdict, diff.compared, diff.exit_code) == ("records missing", 6, 1)
+    assert "reward.0 of 2 steps from 1 to 2 is recorded in A only" in diff.warnings
+    assert "records missing: within steps 1 to 2, which both cover" in diff.text()
+    c = record_run(tmp_path / "c")
+    shutil.rmtree(c / "step_000002")
+    diff = diff_runs(c, a)
+    assert (diff.verdict, diff.compared, diff.exit_code) == ("records missing", 12, 1)
+    assert "everything of step 2 is recorded in B only" in diff.warnings
+    worse = diff_runs(c, record_run(tmp_path / "d", Faults(reward_shift=1.0)))
+    assert worse.verdict == "values differ"  # a difference says more than a gap
+
+
+def test_accepted_deviations_of_either_run_are_mentioned(tmp_path: Path) -> None:
+    a, b = record_run(tmp_path / "a"), record_run(tmp_path / "b", Faults(accept=("rollout.temperature",)))
+    diff = diff_runs(a, b)
+    (line,) = diff.warnings
+    assert line.startswith("run B is not a valid reproduction; it accepted: rollout.temperature: recorded 1.0, found")
+    assert line in diff.text() and not diff_runs(a, record_run(tmp_path / "c")).warnings
 
 
 def test_a_corrupt_record_is_not_compared(tmp_path: Path) -> None:

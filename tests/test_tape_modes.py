@@ -110,7 +110,7 @@ class Run:
     update: Update = field(default_factory=Update)
 
     def __post_init__(self) -> None:
-        self.tape = Tape(RunLayout(self.folder), "run", lambda stage: self.settings, self.options, lambda: 0)
+        self.tape = Tape(RunLayout(self.folder), "run", lambda stage, split: self.settings, self.options, lambda: 0)
 
     def step(self, batch: Batch, at: At, rollout: str = "live", reward: str = "live", update: str = "live") -> Batch:
         stages: list[Stage] = [
@@ -193,8 +193,9 @@ def test_a_record_of_an_update_has_its_facts(recorded: Path) -> None:
 
 def test_record_refuses_before_it_runs_when_a_record_is_there(recorded: Path) -> None:
     run = Run(recorded)
-    with pytest.raises(RecordExists, match=r"step_000001/rollout\.0 is already there.*never overwritten"):
+    with pytest.raises(RecordExists, match=r"step_000001/rollout\.0 is already there.*never overwritten") as refused:
         run.step(prompts([1, 2, 3, 4]), At(1), "record")
+    assert f"tape.mode=replay, tape.replay_from={recorded}" in str(refused.value)
     assert run.rollout.calls == 0
 
 
@@ -207,8 +208,35 @@ def test_replay_loads_and_runs_nothing(recorded: Path) -> None:
 
 
 def test_replay_without_a_record_names_the_step(recorded: Path) -> None:
-    with pytest.raises(RecordMissing, match=r"no record of step 3, call 0 \(train\) at .*step_000003/rollout\.0"):
+    with pytest.raises(
+        RecordMissing, match=r"no record of step 3, call 0 \(train\) at .*step_000003/rollout\.0"
+    ) as lost:
         Run(recorded).step(prompts([1]), At(3), "replay")
+    assert "Record it first (tape.mode=record), or leave it out: tape.steps" in str(lost.value)
+
+
+def test_what_a_stage_depends_on_may_differ_by_split(tmp_path: Path) -> None:
+    """The settings of validation's calls are compared with validation's records only, and the reverse."""
+
+    def run(train: float, val: float) -> Run:
+        made = Run(tmp_path)
+        made.tape.fingerprint = lambda stage, split: {"temperature": train if split == "train" else val}
+        return made
+
+    first = run(1.0, 0.0)
+    for split in ("train", "val"):
+        first.step(prompts([1]), At(1, split=split), "record")
+    first.tape.close()
+    run(1.0, 0.5).step(prompts([1]), At(1), "replay")
+    run(0.5, 0.0).step(prompts([1]), At(1, split="val"), "replay")
+    with pytest.raises(ReplayRefused, match=r"temperature: recorded 0\.0, found 0\.5"):
+        run(1.0, 0.5).step(prompts([1]), At(1, split="val"), "replay")
+    with pytest.raises(ReplayRefused, match=r"temperature: recorded 1\.0, found 0\.5"):
+        run(0.5, 0.0).step(prompts([1]), At(1), "replay")
+    strict = run(1.0, 0.5).tape
+    strict.preflight(strict.wrap(Rollout(), "replay"))
+    with pytest.raises(ReplayRefused, match="temperature"):
+        strict.preflight(strict.wrap(Rollout(), "replay"), At(1, split="val"))
 
 
 def test_calls_and_splits_have_their_own_records(tmp_path: Path) -> None:
@@ -540,7 +568,7 @@ def test_a_sub_field_that_cannot_be_stored_is_named_and_the_run_goes_on(
     replayed = Run(tmp_path)
     replayed.step(batch, At(1), "replay")
     strict = Run(tmp_path / "strict", options=TapeOptions(unstorable="refuse"))
-    with pytest.raises(CannotStore, match=r"extra_info of sample data/0/1/0, \$\.odd"):
+    with pytest.raises(CannotStore, match=r"(?s)extra_info of sample data/0/1/0, \$\.odd.*tape\.unstorable=leave_out"):
         strict.step(batch, At(1), "record")
 
 

@@ -50,7 +50,7 @@ def skip_run(
     folder: Path, calls: list[At], temperature: float = 1.0, state: dict[str, int] | None = None
 ) -> tuple[list[str], Generate, Tape]:
     """A run with rollout skip on; its training half is of no interest here."""
-    tape = Tape(RunLayout(folder / "tape"), "run", lambda stage: {"rollout": {"temperature": temperature}})
+    tape = Tape(RunLayout(folder / "tape"), "run", lambda stage, split: {"rollout": {"temperature": temperature}})
     tape.load_state(state or {})
     stage = Generate()
     taped = tape.wrap(stage, "cache", SkipLayout(folder / "dump", "e", "p", 3, 2))
@@ -96,7 +96,7 @@ def test_validation_is_counted_apart(tmp_path: Path) -> None:
 
 def test_several_calls_in_one_step_have_their_own_index(tmp_path: Path) -> None:
     """Dynamic sampling generates again within the step."""
-    tape = Tape(RunLayout(tmp_path / "tape"), "run", lambda stage: {})
+    tape = Tape(RunLayout(tmp_path / "tape"), "run", lambda stage, split: {})
     taped = tape.wrap(Generate(), "cache", SkipLayout(tmp_path / "dump", "e", "p", 3, 2))
     for i, at in enumerate([At(1, 0), At(1, 1), At(2, 0)]):
         apply(taped, batch(i), at)
@@ -210,7 +210,7 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_skip_and_record_can_be_combined(tmp_path: Path) -> None:
     """The run's own tape records what the skip loaded."""
     skip_run(tmp_path, STEPS)
-    tape = Tape(RunLayout(tmp_path / "own"), "second", lambda stage: {"rollout": {"temperature": 1.0}})
+    tape = Tape(RunLayout(tmp_path / "own"), "second", lambda stage, split: {"rollout": {"temperature": 1.0}})
     stage = Generate()
     skipping = tape.wrap(stage, "cache", SkipLayout(tmp_path / "dump", "e", "p", 3, 2))
     both = tape.wrap(skipping, "record")

@@ -6,6 +6,19 @@
 # The task comes from reasoning-gym (extra `tasks`) and is scored by its own scorer; nothing else is written here.
 set -euo pipefail
 model=${MODEL:-data/smollm2}
+# Two answered problems before each prompt show the form of an answer; without them a model of this size talks, hardly
+# any response scores, and there is nothing to learn from.
+template="<|im_start|>user
+3 + 4 =<|im_end|>
+<|im_start|>assistant
+7<|im_end|>
+<|im_start|>user
+2 - 8 + 1 =<|im_end|>
+<|im_start|>assistant
+-5<|im_end|>
+<|im_start|>user
+{{ messages[-1].content.split(': ')[-1].strip() }}<|im_end|>
+<|im_start|>assistant{{ '\\n' }}"
 task='reasoning_gym:chain_sum/min_terms:2/max_terms:3/min_digits:1/max_digits:1'
 
 [ -d "$model" ] || crossrl model smollm2 --out "$model"
@@ -16,8 +29,9 @@ crossrl train \
     data.val_files="$task/size:64" \
     data.train_batch_size=8 \
     data.max_prompt_length=96 \
-    data.max_response_length=8 \
+    data.max_response_length=5 \
     actor_rollout_ref.model.path="$model" \
+    actor_rollout_ref.model.custom_chat_template="\"$template\"" \
     actor_rollout_ref.actor.optim.lr=2e-5 \
     actor_rollout_ref.actor.optim.lr_warmup_steps=3 \
     actor_rollout_ref.actor.optim.zero_indexed_step=False \

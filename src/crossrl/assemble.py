@@ -60,7 +60,7 @@ class Parts:
 def assemble(cfg: RunConfig, progress: Progress) -> Parts:
     """Everything that a run needs, from files. Raises the errors of data, models, rewards and engines."""
     arr = cfg.actor_rollout_ref
-    tokenizer = load_tokenizer(arr.model.tokenizer_path or arr.model.path or "", arr.model.trust_remote_code)
+    tokenizer = tokenizer_of(cfg)
     train_data = load_data(cfg, tokenizer, "train")
     val_data = load_data(cfg, tokenizer, "val") if cfg.data.val_files else None
     loader = make_loader(cfg, train_data)
@@ -128,7 +128,7 @@ def connect(
             greedy_baseline=remax,
             progress=lambda done, of: progress("rollout", done, of),
         ),
-        "reward": Reward(scorer, settings.shaping(cfg), baseline=remax),
+        "reward": Reward(scorer, settings.shaping(cfg), baseline=remax, show_shaping=cfg.reward.overlong_buffer.log),
         "advantage": advantage,
     }
     if cfg.algorithm.rollout_correction.bypass_mode:
@@ -138,6 +138,13 @@ def connect(
     if reference is not None:
         stages["ref_log_prob"] = RefLogProb(reference, temperature)
     return stages
+
+
+def tokenizer_of(cfg: RunConfig) -> Any:
+    """The policy's, or that of ``model.tokenizer_path``. Code of its folder runs if model or data may run code."""
+    model = cfg.actor_rollout_ref.model
+    trusted = model.trust_remote_code or cfg.data.trust_remote_code
+    return load_tokenizer(model.tokenizer_path or model.path or "", trusted)
 
 
 def load_data(cfg: RunConfig, tokenizer: Any, split: str) -> PromptDataset:

@@ -17,6 +17,7 @@ from crossrl.config.root import RunConfig
 from crossrl.models.digest import weights_digest
 from crossrl.report import Reporter
 from crossrl.stages.base import At, Stage
+from crossrl.tape.api import Split
 from crossrl.tape.layout import RunLayout, SkipLayout
 from crossrl.tape.modes import STATEFUL
 from crossrl.tape.space import estimate_bytes
@@ -42,6 +43,7 @@ class RunTape:
             steps=step_range(cfg.tape.steps),
             keep=cfg.tape.keep,
             max_bytes=cfg.tape.max_bytes,
+            unstorable="refuse" if cfg.tape.unstorable == "refuse" else "leave_out",
             tolerance=dict(tolerance or {}),
         )
         self.tape = Tape(self.own, uuid.uuid4().hex, self.fingerprint, options, lambda: parts.trainer.weight_version)
@@ -49,15 +51,26 @@ class RunTape:
     def wrap(self, stage: Stage) -> Stage:
         """``stage`` as this run has it taped. Refuses at once where a record has other settings than this run."""
         mode, rollout = self.cfg.tape.mode, self.cfg.actor_rollout_ref.rollout
+        first = self.first_validation() if stage is self.parts.val_rollout else At(1)
         if stage.name == "rollout" and rollout.skip_rollout:
             stage = self.tape.wrap(stage, "cache", self.skip_layout())
-            self.tape.preflight(stage)
+            if first:
+                self.tape.preflight(stage, first)
         if not {"all", stage.name} & set(self.cfg.tape.stages):
             return stage
         if mode == "verify" or (mode == "replay" and stage.name not in STATEFUL):
             stage = self.tape.wrap(stage, mode, self.source)
-            self.tape.preflight(stage)
+            if first:
+                self.tape.preflight(stage, first)
         return self.tape.wrap(stage, "record") if self.recording else stage
+
+    def first_validation(self) -> At | None:
+        """Of the recorded run, before training where it did not validate; None if this run will not validate."""
+        trainer = self.cfg.trainer
+        if self.parts.val_data is None or not (trainer.val_before_train or trainer.val_only or trainer.test_freq > 0):
+            return None
+        steps = [step for step in self.source.steps() if self.source.find("rollout", At(step, 0, "val"), 0)]
+        return At(steps[0] if steps else 0, 0, "val")
 
     def skip_layout(self) -> SkipLayout:
         cfg, rollout = self.cfg, self.cfg.actor_rollout_ref.rollout
@@ -90,18 +103,13 @@ class RunTape:
         count = steps if chosen is None else min(steps, len(chosen))
         return step * (min(count, cfg.tape.keep) if cfg.tape.keep else count)
 
-    def fingerprint(self, stage: str) -> Mapping[str, Any]:
+    def fingerprint(self, stage: str, split: Split) -> Mapping[str, Any]:
         """What ``stage`` depends on besides its input; what is downstream of it is left out on purpose."""
         cfg, arr = self.cfg, self.cfg.actor_rollout_ref
         model = {"config": model_config(self.parts), "dtype": arr.actor.fsdp_config.dtype}
         if stage == "rollout":
-            seed = settings.seed_of(arr.rollout.seed, cfg)
             return {
-                "rollout": {
-                    "engine": arr.rollout.name, "n": arr.rollout.n, "seed": seed,
-                    **asdict(settings.training_sampling(cfg)), "val": asdict(settings.validation_sampling(cfg)),
-                },
-                "data": {"train_batch_size": cfg.data.train_batch_size, "digest": self.parts.train_data.digest},
+                **(self._training() if split == "train" else self._validation()),
                 "tokenizer": {"digest": tokenizer_digest(self.parts.tokenizer)},
                 "chat_template": {"digest": template_digest(self.parts, cfg)},
                 "model": model, "weights": self.digests.weights(),
@@ -120,6 +128,22 @@ class RunTape:
                 "optim": asdict(arr.actor.optim), "model": model,
             }  # fmt: skip
         return {}
+
+    def _training(self) -> Mapping[str, Any]:
+        cfg, rollout = self.cfg, self.cfg.actor_rollout_ref.rollout
+        seed, sampling = settings.seed_of(rollout.seed, cfg), asdict(settings.training_sampling(cfg))
+        return {
+            "rollout": {"engine": rollout.name, "seed": seed, "n": rollout.n, **sampling},
+            "data": {"train_batch_size": cfg.data.train_batch_size, "digest": self.parts.train_data.digest},
+        }
+
+    def _validation(self) -> Mapping[str, Any]:
+        cfg, rollout, data = self.cfg, self.cfg.actor_rollout_ref.rollout, self.parts.val_data
+        seed, sampling = settings.seed_of(rollout.seed, cfg), asdict(settings.validation_sampling(cfg))
+        return {
+            "rollout": {"engine": rollout.name, "seed": seed, "val": {"n": rollout.val_kwargs.n, **sampling}},
+            "data": {"val_digest": data.digest if data else None},
+        }
 
 
 class Digests:
@@ -211,5 +235,7 @@ class ReporterHandler(logging.Handler):
         self.reporter = reporter
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "raised", False):  # the error ends the run, and is shown then
+            return
         say = self.reporter.warn if record.levelno >= logging.WARNING else self.reporter.message
         say(record.getMessage())

@@ -65,19 +65,20 @@ def verify(request: Request, reporter: Reporter) -> Verified:
     config = request.run / "config.yaml"
     if not config.is_file():
         raise VerifyError(f"{request.run} holds no config.yaml: not the folder of a run (trainer.default_local_dir)")
-    recorded = load_config([], str(config)).config
+    recorded, asked = (load_config(keys, str(config)).config for keys in ((), request.overrides))
     source = RunLayout(Path(recorded.tape.dir) if recorded.tape.dir else request.run / "tape")
     wanted = _steps(source, request.steps)
     weightless = bool(request.stages) and set(request.stages) <= set(WEIGHTLESS)
     # Then no update runs here, so what is loaded for the others belongs to other weights, which is fine.
-    accept = ["weights"] if weightless else []
+    accept = [*recorded.tape.accept, *asked.tape.accept, *(["weights"] if weightless else [])]
     with tempfile.TemporaryDirectory(prefix="crossrl-verify-") as scratch:
         overrides = [
-            "tape.mode=verify", f"tape.replay_from='{source.root}'", f"tape.steps='{','.join(map(str, sorted(wanted)))}'",
-            "tape.dir=null", "tape.keep=null", "tape.max_bytes=null", "tape.stages=[all]", f"tape.accept={[*recorded.tape.accept, *accept]}",
-            f"trainer.default_local_dir='{scratch}'",
+            "tape.mode=verify", f"tape.replay_from='{source.root}'",
+            f"tape.steps='{','.join(map(str, sorted(wanted)))}'", "tape.dir=null", "tape.keep=null",
+            "tape.max_bytes=null", "tape.stages=[all]", f"trainer.default_local_dir='{scratch}'",
             "actor_rollout_ref.rollout.skip_rollout=False", "trainer.resume_mode=disable", "trainer.logger=[]",
             "trainer.rollout_data_dir=null", "trainer.validation_data_dir=null", *request.overrides,
+            f"tape.accept={list(dict.fromkeys(accept))}",
         ]  # fmt: skip
         trainer = Trainer(load_config(overrides, str(config)), reporter, tolerance=request.tolerance)
         with trainer.open():

@@ -19,7 +19,8 @@ examples:
 
 RUN is a run's folder (trainer.default_local_dir), or its tape. Record runs with: crossrl train ... tape.mode=record
 look closer: crossrl inspect outputs/a --sample ID
-exit codes: 0 equal; 1 something differs; 2 nothing was compared, or it was refused (the message says why)."""
+exit codes: 0 equal, as far as both go; 1 something differs, or one run lacks records; 2 nothing was compared, or it
+was refused (the message says why)."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:

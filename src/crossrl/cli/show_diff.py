@@ -14,23 +14,20 @@ from crossrl.schema import FIELDS
 from crossrl.tape import Diff, Difference, RecordMissing, SampleView
 
 TOKENS = ("response_ids", "prompt_ids")
-# Results that have no first difference to speak for them.
-SENTENCES = {
-    "equal": "all records that both runs have are equal",
-    "settings differ": "all records are equal, although settings differ",
-    "nothing to compare": "nothing was compared",
-}
+# Results that have neither a first difference nor a reason to speak for them.
+SENTENCES = {"equal": "all records", "settings differ": "all records are equal, although settings differ"}
 
 
 def report(diff: Diff, a: Recorded, b: Recorded, tolerances: dict[str, float]) -> list[RenderableType]:
     """For people: what was compared, the first difference with both sides, the settings that differ."""
     parts: list[RenderableType] = [_runs(diff, a, b, tolerances), Text()]
     colour = {0: "bold green", 1: "bold red", 2: "bold yellow"}[diff.exit_code]
-    parts.append(Text.assemble((diff.verdict, colour), f": {SENTENCES.get(diff.verdict) or _place(diff.first)}"))
+    said = SENTENCES.get(diff.verdict) or _place(diff.first) or visible(diff.reason)
+    parts.append(Text.assemble((diff.verdict, colour), f": {said}"))
     if diff.first is not None:
         parts.append(_first(diff.first, a, b))
-    if diff.reason:
-        parts.append(Text(visible(diff.reason)))
+        if diff.reason:
+            parts.append(Text(visible(diff.reason)))
     if diff.settings:
         parts += [Text(), _settings(diff)]
     parts += [Text.assemble(("warning", "yellow"), ": " + visible(w)) for w in diff.warnings]

@@ -14,10 +14,9 @@ from rich.text import Text
 
 from crossrl.cli.recorded import TokenTexts, as_json, excerpt, prompt_text, value_text, visible
 from crossrl.tape import RecordMissing, RunTape, SampleView, TapeError
-from crossrl.tape.api import Split
+from crossrl.tape.api import SAMPLER_COLUMN, Split, trainer_column
 from crossrl.tape.gap import input_differences, meaning_verdict
 
-SAMPLER = "rollout_log_probs"
 FACTS = (
     ("verifier", "reward_extra"), ("answer", "ground_truth"), ("finish", "finish_reason"),
     ("weights", "rollout_weight_version"), ("source", "data_source"), ("extra", "extra_info"),
@@ -58,31 +57,20 @@ def mixed_up(tape: RunTape, step: int, split: Split) -> str:
 
 def gap_of(view: SampleView, mixed: str = "") -> Gap:
     """``mixed``: see ``mixed_up``."""
-    sampler, column = view.columns.get(SAMPLER), _trainer_column(view)
+    sampler, column = view.columns.get(SAMPLER_COLUMN), trainer_column(view.columns, view.meanings)
     if sampler is None or column is None:
         missing = "trainer" if sampler is not None else "sampler"
         return Gap(column, None, f"no log-probs of the {missing} are recorded for this sample")
     if mixed:
         return Gap(column, None, mixed)
-    if SAMPLER not in view.meanings or column not in view.meanings:
+    if SAMPLER_COLUMN not in view.meanings or column not in view.meanings:
         return Gap(column, None, "a log-prob column does not say what it means, so the two are not compared")
-    verdict, reason = meaning_verdict(view.meanings[SAMPLER], view.meanings[column])
+    verdict, reason = meaning_verdict(view.meanings[SAMPLER_COLUMN], view.meanings[column])
     if verdict == "different meaning":
         return Gap(column, None, reason)
     difference = view.columns[column].astype(np.float64) - sampler.astype(np.float64)
     mask = view.columns.get("response_mask")
     return Gap(column, difference if mask is None else np.where(mask == 1, difference, np.nan), reason)
-
-
-def _trainer_column(view: SampleView) -> str | None:
-    """``old_log_probs``, unless a run does without (one optimizer step) or copies the sampler's (bypass mode).
-
-    Then what the update computed first. After its first mini-batch, those are of weights that have moved.
-    """
-    for name in ("old_log_probs", "log_probs"):
-        if name in view.columns and view.meanings.get(name) != view.meanings.get(SAMPLER):
-            return name
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +198,7 @@ class TokenRow:
 def token_rows(view: SampleView, gap: Gap, texts: TokenTexts) -> list[TokenRow]:
     ids = view.columns.get("response_ids", np.zeros(0, np.int32)).tolist()
     columns = [
-        view.columns.get(SAMPLER), view.columns[gap.column] if gap.column else None, gap.difference,
+        view.columns.get(SAMPLER_COLUMN), view.columns[gap.column] if gap.column else None, gap.difference,
     ]  # fmt: skip
     values = [[None] * len(ids) if c is None else [_number(v) for v in c.tolist()] for c in columns]
     return [

@@ -45,10 +45,26 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--config-name", metavar="NAME", help="a configuration of the package, or of --config-path")
     parser.add_argument("--config-path", metavar="DIR", help="folder of your own configurations (YAML)")
     parser.add_argument(
-        "--keys", metavar="PREFIX", nargs="?", const="", help="list all keys (or those below PREFIX), and stop"
+        "--keys",
+        metavar="PREFIX",
+        nargs="?",
+        const="",
+        type=key_prefix,
+        help="list all keys (or those below PREFIX), and stop",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as trainer.total_training_steps=40")
     return parser
+
+
+def key_prefix(text: str) -> str:
+    """``PREFIX`` of the command line. An empty list would look as if a key had no meaning."""
+    if text:
+        from crossrl.config.keys import groups, leaves, nearest_prefixes
+
+        if not any(path.startswith(text) for path in leaves()):
+            near = nearest_prefixes(text) or sorted(group for group in groups() if "." not in group)
+            raise argparse.ArgumentTypeError(f"no key begins with {text!r}; nearest: {', '.join(near)}")
+    return text
 
 
 def run(args: argparse.Namespace) -> int:

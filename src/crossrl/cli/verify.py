@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crossrl.cli.diff import tolerance
+
 if TYPE_CHECKING:
     from crossrl.verify import Verified
 
@@ -41,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "--tolerance",
         action="append",
         default=[],
+        type=tolerance,
         metavar="FIELD=X",
         help="absolute difference that passes (repeatable)",
     )
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         args.run_folder,
         tuple(name for names in args.stage for name in names.split(",")),
         step_range(args.steps),
-        dict(tolerance(text) for text in args.tolerance),
+        dict(args.tolerance),
         tuple(args.overrides),
         args.all,
     )
@@ -74,20 +77,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(result)
     return 1 if result.first else 0
-
-
-def tolerance(text: str) -> tuple[str, float]:
-    """``FIELD=X``."""
-    from crossrl.verify import VerifyError
-
-    field, _, value = text.partition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not field or not number >= 0:
-        raise VerifyError(f"--tolerance {text}: want FIELD=NUMBER, such as rollout_log_probs=1e-5")
-    return field, number
 
 
 def show(result: Verified) -> None:

@@ -61,20 +61,6 @@ class TrainDtypeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    save_contents: list[str] = field(
-        default_factory=lambda: ["model", "optimizer", "extra"],
-        metadata=allowed("model", "optimizer", "extra", "hf_model"),
-    )
-    """What a checkpoint holds. hf_model adds a Hugging Face folder; extra is the state of loader and generators."""
-    load_contents: list[str] = field(
-        default_factory=lambda: II("actor_rollout_ref.actor.checkpoint.save_contents"),
-        metadata=allowed("model", "optimizer", "extra", "hf_model"),
-    )
-    """What a resumed run takes from a checkpoint. Anything less than all is not a bit-exact resume."""
-
-
-@dataclass(frozen=True, slots=True)
 class ActorConfig:
     strategy: str = field(default="fsdp", metadata=allowed("fsdp", "fsdp2"))
     """Training engine. On one process both names mean plain PyTorch."""
@@ -126,4 +112,3 @@ class ActorConfig:
     current ones. Not a key of verl's."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: TrainDtypeConfig = field(default_factory=TrainDtypeConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

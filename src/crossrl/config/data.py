@@ -44,4 +44,4 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments for the tokenizer's apply_chat_template, such as {enable_thinking: false}."""
     trust_remote_code: bool = False
-    """Run Python code that a tokenizer folder brings along."""
+    """Run Python code that the tokenizer's folder brings along; so does actor_rollout_ref.model.trust_remote_code."""

@@ -138,5 +138,17 @@ def nearest(path: str, limit: int = 3) -> list[str]:
     return list(dict.fromkeys(same_word + close + like_word))[:limit]
 
 
+def nearest_prefixes(prefix: str, limit: int = 3) -> list[str]:
+    """Beginnings of keys that ``prefix`` may stand for: where it is a word of a key, else what is spelled alike.
+
+    >>> nearest_prefixes("optim"), nearest_prefixes("trainr", 1)
+    (['actor_rollout_ref.actor.optim'], ['trainer'])
+    """
+    known = [*sorted(groups()), *leaves()]
+    word = prefix.strip(".")
+    as_word = [p for p in known if f".{p}".endswith(f".{word}")]
+    return list(dict.fromkeys(as_word or _close(prefix, known, limit, 0.6) or nearest(prefix, limit)))[:limit]
+
+
 def _close(path: str, candidates: Iterable[str], limit: int, cutoff: float) -> list[str]:
     return difflib.get_close_matches(path, sorted(candidates), limit, cutoff)

@@ -9,7 +9,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     path: str | None = None
-    """Folder (or hub name) of a Hugging Face causal language model. Required."""
+    """Folder of a Hugging Face causal language model; nothing is downloaded from a hub. Required."""
     tokenizer_path: str | None = None
     """Folder of the tokenizer. null: the model's."""
     trust_remote_code: bool = False

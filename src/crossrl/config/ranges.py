@@ -44,8 +44,6 @@ RANGES = {
     "actor_rollout_ref.rollout.top_p": "(0, 1]",
     "actor_rollout_ref.rollout.seed": "[0, inf)",
     "actor_rollout_ref.rollout.max_num_seqs": "[1, inf)",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "[1, inf)",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "[1, inf)",
     "actor_rollout_ref.rollout.val_kwargs.n": "[1, inf)",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "[0, inf)",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "(0, 1]",

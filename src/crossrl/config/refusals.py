@@ -29,6 +29,7 @@ _SCHEDULE = "set actor_rollout_ref.actor.optim.lr_scheduler_type, min_lr_ratio a
 _DATASET = "own data set classes are not available in this version: write the rows to Parquet or JSON Lines"
 _SKIP = "use actor_rollout_ref.rollout.skip_rollout=True and actor_rollout_ref.rollout.skip_dump_dir=DIR instead"
 _MANAGERS = (None, "naive", "dapo", "prime", "remote", "rate_limited")
+_ALL = ["model", "optimizer", "extra"]
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -41,6 +42,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(f"{_MODEL}.mtp.enable*", (None, False), "multi-token prediction is not available in this version"),
     Refusal(f"{_ACTOR}.freeze_vision_tower", (None, False), "freezing weights is not available in this version"),
     Refusal(f"{_ACTOR}.load_weight", (None, True), "a policy always starts from the weights of its folder"),
+    Refusal(
+        f"{_ACTOR}.checkpoint.load_contents",
+        (None, _ALL, [*_ALL, "hf_model"]),
+        "a resumed run takes everything from its checkpoint; to start from the weights alone, set "
+        "actor_rollout_ref.model.path to the model folder of the checkpoint",
+    ),
     Refusal(
         f"{_ACTOR}.policy_loss.rollout_correction.*",
         (None,),
@@ -122,7 +129,7 @@ def refuse(given: Mapping[str, Any]) -> list[str]:
         rule = next((r for r in REFUSALS if fnmatchcase(path, r.key)), None)
         if rule is None or any(_same(value, ok) for ok in rule.harmless):
             continue
-        harmless = ", ".join("null" if ok is None else str(ok) for ok in rule.harmless)
+        harmless = ", ".join(_show(ok) for ok in rule.harmless)
         problems.append(
             f"{path}={_show(value)} would change the result and cannot be honoured: {rule.why} ({harmless} is fine)"
         )
@@ -138,8 +145,12 @@ def refuse_silent_gae(given: Mapping[str, Any]) -> list[str]:
 
 
 def _same(value: Any, harmless: Any) -> bool:
+    if isinstance(value, list) and isinstance(harmless, list):  # contents, in any order
+        return set(map(str, value)) == set(harmless)
     return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value)

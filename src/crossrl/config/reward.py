@@ -25,7 +25,8 @@ class OverlongBufferConfig:
     penalty_factor: float = 1.0
     """Reward taken off at the maximum length."""
     log: bool = False
-    """Report the punishment among the metrics."""
+    """Add the punishment to what the verifier returned, as overlong_reward, and whether there is any, as overlong:
+    their means are then among the metrics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from omegaconf import II
 
-from crossrl.config.actor import DTYPES
 from crossrl.config.fields import allowed
 
 ENGINES = ("hf", "vllm", "sglang")
@@ -46,22 +45,12 @@ class RolloutConfig:
     """Go on to the maximum length whatever is sampled (for measurements)."""
     seed: int | None = None
     """Seed of sampling. null: trainer.seed."""
-    dtype: str = field(default="auto", metadata=allowed(*DTYPES))
-    """Data type in which the engine holds the weights. auto: that of training."""
     prompt_length: int = II("data.max_prompt_length")
     """Tokens; must be data.max_prompt_length."""
     response_length: int = II("data.max_response_length")
     """Tokens; must be data.max_response_length."""
     max_num_seqs: int = 256
     """Sequences decoded at the same time; bounds the memory of the key-value cache."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
-    """Sequences per forward pass of the old log-probs. null: cut by tokens."""
-    log_prob_use_dynamic_bsz: bool = II("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Cut by tokens even if log_prob_micro_batch_size_per_gpu is set."""
-    log_prob_max_token_len_per_gpu: int = II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Tokens per forward pass when cut by tokens."""
-    calculate_log_probs: bool = True
-    """Keep the sampler's log-probs. False saves nothing here and loses the sampler-trainer gap."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     skip_rollout: bool = False
     """Store each call of generation below skip_dump_dir and load it instead of generating when it is there."""

@@ -20,7 +20,6 @@ ALIASES: dict[str, str] = {
     f"{_ACTOR}.optim.lr_decay_style": f"{_ACTOR}.optim.lr_scheduler_type",
     # The batch size of all GPUs and that of one are the same thing in one process.
     f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    f"{_ROLLOUT}.log_prob_micro_batch_size": f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
@@ -35,7 +34,6 @@ _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}
 VALUES: dict[str, dict[Any, Any]] = {
     f"{_ACTOR}.fsdp_config.model_dtype": _DTYPES,
     f"{_ACTOR}.fsdp_config.dtype": _DTYPES,
-    f"{_ROLLOUT}.dtype": _DTYPES,
     f"{_ROLLOUT}.top_k": {0: -1},  # verl's HF rollout turns it off with 0
     f"{_ROLLOUT}.val_kwargs.top_k": {0: -1},
     f"{_ACTOR}.optim.lr_warmup_steps": {None: -1},

@@ -26,5 +26,8 @@ class TapeConfig:
     replay is not a valid reproduction, and its own record says so."""
     keep: int | None = None
     """Steps kept on disk; older records are deleted. null: all."""
+    unstorable: str = field(default="leave_out", metadata=allowed("leave_out", "refuse"))
+    """What to do with a value that has no place in a record, such as an object in extra_info. leave_out: record the
+    rest and say so; refuse: stop."""
     max_bytes: int | None = None
     """Stop with a message before the records take more bytes than this. null: no limit."""

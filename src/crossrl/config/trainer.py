@@ -52,11 +52,9 @@ class TrainerConfig:
     """Checkpoints kept; older ones are deleted once a new one is complete. null: all."""
     resume_mode: str = field(default="auto", metadata=allowed("auto", "disable", "resume_path"))
     """auto: go on from the last complete checkpoint of default_local_dir, if any; resume_path: from
-    resume_from_path; disable: start anew."""
+    resume_from_path; disable: start anew, which needs a default_local_dir without checkpoints."""
     resume_from_path: str | None = None
     """Checkpoint folder for resume_mode=resume_path."""
-    balance_batch: bool = True
-    """Sort samples so that micro-batches have about equal numbers of tokens. Never changes the result."""
     critic_warmup: int = 0
     """Must be 0: there is no critic in this version."""
     share_data: str | None = field(default=None, metadata=allowed("ckpt", "rollout"))

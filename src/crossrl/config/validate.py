@@ -117,10 +117,6 @@ def _correction(c: RunConfig) -> list[str]:
             f"{key}.bypass_mode=True takes the sampler's log-probs for the old ones, so every importance weight is 1: "
             f"remove {key}.rollout_is and rollout_rs, or bypass_mode"
         )
-    if (correction.bypass_mode or corrected) and not c.actor_rollout_ref.rollout.calculate_log_probs:
-        problems.append(
-            f"{key} needs the sampler's log-probs: remove actor_rollout_ref.rollout.calculate_log_probs=False"
-        )
     return problems
 
 
@@ -192,19 +188,13 @@ def _not_yet(c: RunConfig) -> list[str]:
 
 
 def _run(c: RunConfig) -> list[str]:
-    t, checkpoint, problems = c.trainer, c.actor_rollout_ref.actor.checkpoint, []
+    t, problems = c.trainer, []
     if t.resume_mode == "resume_path" and not t.resume_from_path:
         problems.append("trainer.resume_mode=resume_path needs trainer.resume_from_path: the checkpoint folder")
     if t.resume_mode != "resume_path" and t.resume_from_path:
         problems.append(
             f"trainer.resume_from_path={t.resume_from_path} has no effect with trainer.resume_mode={t.resume_mode}: "
             "add trainer.resume_mode=resume_path"
-        )
-    missing = [part for part in checkpoint.load_contents if part not in checkpoint.save_contents]
-    if missing:
-        problems.append(
-            f"actor_rollout_ref.actor.checkpoint.load_contents has {missing[0]}, which save_contents="
-            f"{checkpoint.save_contents} does not keep"
         )
     if c.tape.steps is not None and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", c.tape.steps):
         problems.append(f"tape.steps={c.tape.steps}: want step numbers and ranges such as 1-10,20")
@@ -232,11 +222,6 @@ def _warnings(c: RunConfig) -> list[str]:
         )
     if rollout.val_kwargs.temperature > 0 and not rollout.val_kwargs.do_sample:
         found.append("validation is greedy: val_kwargs.temperature has no effect while val_kwargs.do_sample=False")
-    if not {"model", "optimizer", "extra"} <= set(actor.checkpoint.load_contents):
-        found.append(
-            f"checkpoint.load_contents={actor.checkpoint.load_contents}: a resumed run will not be the same as one "
-            "that never stopped"
-        )
     return found + _slow_dtypes(c)
 
 
@@ -244,7 +229,6 @@ def _slow_dtypes(c: RunConfig) -> list[str]:
     asked = {
         "actor_rollout_ref.actor.fsdp_config.dtype": c.actor_rollout_ref.actor.fsdp_config.dtype,
         "actor_rollout_ref.actor.fsdp_config.model_dtype": c.actor_rollout_ref.actor.fsdp_config.model_dtype,
-        "actor_rollout_ref.rollout.dtype": c.actor_rollout_ref.rollout.dtype,
     }
     keys = [key for key, dtype in asked.items() if dtype == "bfloat16"]
     if not keys or not _runs_on_cpu(c.trainer.device):

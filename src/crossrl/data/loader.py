@@ -161,7 +161,7 @@ class PromptLoader:
         if differ:
             raise DataError(
                 f"cannot resume in the middle of other data: {'; '.join(differ)}. Resume with the same data, tokenizer "
-                f"and settings, or start anew with trainer.resume_mode=disable"
+                f"and settings, or start anew in another trainer.default_local_dir"
             )
         epoch, position = state["epoch"], state["position"]
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and position >= 0):

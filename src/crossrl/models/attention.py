@@ -8,6 +8,7 @@ by anybody as before.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,13 +35,13 @@ class Pattern(Protocol):
     ) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
 class Extra:
     """What some models add to attention: ``window`` (tokens seen, itself included), ``softcap``, ``sinks`` ``[H]``."""
 
-    __slots__ = ("sinks", "softcap", "window")
-
-    def __init__(self, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> None:
-        self.window, self.softcap, self.sinks = window, softcap, sinks
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 def packed_attention(
@@ -88,55 +89,89 @@ def _own(module: torch.nn.Module) -> Any:
 
 
 class LayoutPattern:
-    """Training and prefill: prompts see themselves causally, responses their prompt and themselves causally."""
+    """Training and prefill: prompts see themselves causally, responses their prompt and themselves causally.
+
+    The g query heads that share a key head are rows of one product, ``[n, Hkv, M * g, D]``, so that keys and values
+    are never repeated for them.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._biases: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = {}
+        self._parts = [p for p in (layout.prompts, layout.responses) if p is not None]
+        self._tables: dict[int, list[HeadTables]] = {}
+        self._biases: dict[tuple[int | None, int, torch.dtype], list[torch.Tensor]] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, extra: Extra
     ) -> torch.Tensor:
-        layout = self.layout
-        window = extra.window if extra.window is not None and extra.window < layout.longest else None
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        heads, groups = query.shape[1], key.shape[1]
+        window = extra.window if extra.window is not None and extra.window < self.layout.longest else None
+        q, k, v = (x[0].transpose(0, 1).reshape(x.shape[2] * groups, -1) for x in (query, key, value))
         out = []
-        for part, bias in zip(self._parts(), self._bias(window, q.dtype), strict=True):
-            out.append(core(_rows(q, part.rows), _rows(k, part.keys), _rows(v, part.keys), bias, scale, extra))
-        flat = torch.cat([o.transpose(1, 2).flatten(0, 1) for o in out])
-        return flat.index_select(0, layout.scatter)
+        for table, bias in zip(self._table(groups), self._bias(window, heads // groups, q.dtype), strict=True):
+            rows = q.index_select(0, table.rows).view(*table.shape, -1, query.shape[3])
+            rows = rows.flatten(2, 3)
+            keys = k.index_select(0, table.keys).view(*table.shape[:2], -1, key.shape[3])
+            values = v.index_select(0, table.keys).view(*table.shape[:2], -1, value.shape[3])
+            attended = core(rows, keys, values, bias, scale, extra)
+            out.append(attended.reshape(table.rows.numel(), -1).index_select(0, table.places))
+        return torch.cat(out).view(query.shape[2], heads, -1)
 
-    def _parts(self) -> list[Segments]:
-        return [p for p in (self.layout.prompts, self.layout.responses) if p is not None]
+    def _table(self, groups: int) -> list[HeadTables]:
+        if groups not in self._tables:
+            self._tables[groups] = [HeadTables.of(p, groups) for p in self._parts]
+        return self._tables[groups]
 
-    def _bias(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
-        """For each part: 0 where a key is seen, else -inf, ``[n, 1, M, L]``. Made once, used by all layers."""
-        if (window, dtype) not in self._biases:
-            self._biases[window, dtype] = [causal_bias(p, window, dtype) for p in self._parts()]
-        return self._biases[window, dtype]
+    def _bias(self, window: int | None, shared: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """For each part: 0 where a key is seen, else -inf, ``[n, 1, M * shared, L]``. Made once for all layers."""
+        at = (window, shared, dtype)
+        if at not in self._biases:
+            biases = [causal_bias(p, window, dtype) for p in self._parts]
+            self._biases[at] = [b.repeat_interleave(shared, 2) for b in biases]
+        return self._biases[at]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTables:
+    """``Segments`` for rows that are (token, key head) pairs: flat int64 tables; ``shape``: (n, Hkv, M)."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    places: torch.Tensor
+    shape: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, part: Segments, groups: int) -> HeadTables:
+        head = torch.arange(groups, device=part.rows.device)
+        pieces, length = part.rows.shape
+        rows, keys = (x[:, None, :] * groups + head[:, None] for x in (part.rows, part.keys))
+        piece, inside = part.places // length, part.places % length
+        places = (piece[:, None] * groups + head) * length + inside[:, None]
+        return cls(rows.reshape(-1), keys.reshape(-1), places.reshape(-1), (pieces, groups, length))
 
 
 def core(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float, extra: Extra
 ) -> torch.Tensor:
-    """Attention. q ``[B, H, M, D]``, k and v ``[B, Hkv, L, D]``, bias ``[B, 1, M or 1, L]`` (0 or -inf)."""
+    """Attention. q ``[B, Hkv, R, D]``: R rows, (query, shared head) pairs in this order; k, v ``[B, Hkv, L, D]``;
+    bias ``[B, 1, R or 1, L]`` (0 or -inf)."""
     if extra.softcap is None and extra.sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     scores = q @ k.transpose(2, 3) * scale
     if extra.softcap is not None:
         scores = torch.tanh(scores / extra.softcap) * extra.softcap
     scores = scores.float() + bias
     if extra.sinks is not None:
-        sinks = extra.sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        sinks = extra.sinks.float().view(k.shape[1], -1)  # [Hkv, shared heads]
+        sinks = sinks.repeat(1, q.shape[2] // sinks.shape[1])[None, :, :, None].expand(len(q), -1, -1, 1)
         scores = torch.cat([scores, sinks], -1)
     weights = torch.softmax(scores, -1)[..., : k.shape[2]]
     return weights.to(v.dtype) @ v
 
 
 def causal_bias(part: Segments, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a row sees a key, else -inf. Padding rows see everything: an empty row would turn into NaN."""
+    """0 where a row sees a key, else -inf, ``[n, 1, M, L]``. Padding rows see everything: an empty row would turn
+    into NaN."""
     device = part.rows.device
     step = torch.arange(part.rows.shape[1], device=device)
     key = torch.arange(part.keys.shape[1], device=device)
@@ -151,9 +186,3 @@ def causal_bias(part: Segments, window: int | None, dtype: torch.dtype) -> torch
 def as_bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 for True, -inf for False."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-
-
-def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``[T, H, D]`` rows to ``[n, H, M, D]``."""
-    picked = x.reshape(x.shape[0], -1).index_select(0, index.reshape(-1))
-    return picked.view(*index.shape, *x.shape[1:]).transpose(1, 2)

@@ -71,10 +71,10 @@ class DecodeCache:
         keys, values = keys[:, :, : self._used], values[:, :, : self._used]
         bias = self._bias(extra.window, q.dtype)
         batch, heads, size = q.shape
-        if extra.softcap is not None or extra.sinks is not None:
-            return core(q[:, :, None], keys, values, bias, scale, extra)[:, :, 0]
         shared = heads // keys.shape[1]
-        rows = torch.nn.functional.pad(q.reshape(batch, -1, shared, size), (0, 0, 0, max(0, MIN_QUERY_ROWS - shared)))
+        rows = q.reshape(batch, -1, shared, size)
+        if shared < MIN_QUERY_ROWS and extra.sinks is None:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, MIN_QUERY_ROWS - shared))
         return core(rows, keys, values, bias, scale, extra)[:, :, :shared].reshape(batch, heads, -1)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:

@@ -35,13 +35,15 @@ class Segments:
 
     ``rows``: int64 ``[n, M]``, the rows that ask (padding: 0). ``keys``: int64 ``[n, L]``, the rows that may be seen,
     in the order of their positions, which start at 0. ``first``: int64 ``[n]``, the position of the first row that
-    asks. ``count``: int64 ``[n]``, how many rows ask.
+    asks. ``count``: int64 ``[n]``, how many rows ask. ``places``: int64 ``[sum(count)]``, where each token is in
+    ``rows``, flattened; tokens in the order of the token row.
     """
 
     rows: torch.Tensor
     keys: torch.Tensor
     first: torch.Tensor
     count: torch.Tensor
+    places: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,7 @@ class Layout:
     """T tokens of G groups with S sequences and N response tokens to score.
 
     ``input_ids``, ``position_ids``: int64 ``[1, T]``. ``prompts``: the G prompts (one more when rows had to be
-    filled up). ``responses``: those of the S sequences that have inputs, or None when there are none. ``scatter``:
-    int64 ``[T]``, where each token's output is among the padded prompts followed by the padded responses.
+    filled up). ``responses``: those of the S sequences that have inputs, or None when there are none.
     ``prompt_last``: int64 ``[G]``, the row of each prompt's last token. ``predict``: int64 ``[N]``, the row whose
     hidden state predicts each response token. ``targets``: int64 ``[N]``. ``sequence``: int64 ``[N]``, which of the
     S sequences. ``longest``: the largest number of positions of a sequence.
@@ -60,7 +61,6 @@ class Layout:
     position_ids: torch.Tensor
     prompts: Segments
     responses: Segments | None
-    scatter: torch.Tensor
     prompt_last: torch.Tensor
     predict: torch.Tensor
     targets: torch.Tensor
@@ -98,16 +98,14 @@ def lay_out(groups: Sequence[Group]) -> Layout:
     p_first, r_first = _starts(p_count), _starts(r_count) + p_count.sum()
     rows, places = _table(p_first, p_count, PAD_ROWS)
     keys, _ = _table(p_first, p_count, PAD_KEYS)
-    scatter = [places]
-    prompt_part = Segments(_tensor(rows), _tensor(keys), torch.zeros(len(prompts), dtype=torch.int64), _tensor(p_count))
+    prompt_part = _segments(rows, keys, np.zeros(len(prompts)), p_count, places)
     response_part = None
     if r_count.any():
         some = np.flatnonzero(r_count)
         rows, places = _table(r_first[some], r_count[some], PAD_ROWS)
-        scatter.append(places + prompt_part.rows.numel())
         of = group[some]
         keys = _joined(p_first[of], p_count[of], r_first[some], r_count[some])
-        response_part = Segments(_tensor(rows), _tensor(keys), _tensor(p_count[of]), _tensor(r_count[some]))
+        response_part = _segments(rows, keys, p_count[of], r_count[some], places)
     prompt_last = (p_first + p_count - 1)[: len(groups)]
     predict, sequence = _predictors(responses, prompt_last[group], r_first)
     ends = p_count[group] + r_count
@@ -116,7 +114,6 @@ def lay_out(groups: Sequence[Group]) -> Layout:
         position_ids=_tensor(np.concatenate([_ramp(p_count), _ramp(r_count, p_count[group])]))[None],
         prompts=prompt_part,
         responses=response_part,
-        scatter=_tensor(np.concatenate(scatter)),
         prompt_last=_tensor(prompt_last),
         predict=_tensor(predict),
         targets=_tensor(np.concatenate(responses) if responses else np.zeros(0, np.int64)),
@@ -164,6 +161,10 @@ def _predictors(responses: list[np.ndarray], last: np.ndarray, first: np.ndarray
     starts = _starts(counts)[counts > 0]
     rows[starts] = last[counts > 0]
     return rows, np.repeat(np.arange(len(responses)), counts)
+
+
+def _segments(*tables: np.ndarray) -> Segments:
+    return Segments(*map(_tensor, tables))
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

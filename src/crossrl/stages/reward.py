@@ -21,14 +21,19 @@ class Reward:
 
     A sample that could not be scored (its verifier raised, timed out, returned something else than a finite
     number) gets NaN and its status; it is excluded from training and counted, and never stops the others.
+
+    ``show_shaping``: ``reward_extra`` also says what was added for length, under verl's names ``overlong_reward`` (at
+    most 0) and ``overlong`` (whether it is below 0).
     """
 
     name = "reward"
     reads: tuple[str, ...] = ("response", "response_ids", "data_source", "ground_truth", "extra_info")
     writes: tuple[str, ...] = ("score", "reward", "reward_status", "reward_extra")
 
-    def __init__(self, scorer: Scorer, shaping: Shaping | None = None, baseline: bool = False) -> None:
-        self.scorer, self.shaping, self.baseline = scorer, shaping, baseline
+    def __init__(
+        self, scorer: Scorer, shaping: Shaping | None = None, baseline: bool = False, show_shaping: bool = False
+    ) -> None:
+        self.scorer, self.shaping, self.baseline, self.show_shaping = scorer, shaping, baseline, show_shaping
         if baseline:
             self.reads = (*Reward.reads, "baseline_response")
             self.writes = (*Reward.writes, "baseline_reward")
@@ -36,12 +41,17 @@ class Reward:
     def __call__(self, batch: Batch, at: At) -> Batch:
         scores = self._score(batch, "response")
         score = np.array([s.value for s in scores], np.float64)
-        reward = score + self.shaping(batch.ragged("response_ids").lengths) if self.shaping else score.copy()
+        added = self.shaping(batch.ragged("response_ids").lengths) if self.shaping else None
+        extras = [s.extra for s in scores]
+        if added is not None and self.show_shaping:
+            extras = [
+                e | {"overlong_reward": x, "overlong": x < 0} for e, x in zip(extras, added.tolist(), strict=True)
+            ]
         columns: dict[str, Any] = {
             "score": score,
-            "reward": reward,
+            "reward": score.copy() if added is None else score + added,
             "reward_status": [s.status for s in scores],
-            "reward_extra": [s.extra for s in scores],
+            "reward_extra": extras,
         }
         if self.baseline:
             columns["baseline_reward"] = np.array([s.value for s in self._score(batch, "baseline_response")])

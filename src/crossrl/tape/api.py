@@ -9,7 +9,8 @@ run.sample("ab12/0/7/3").response             # text
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +25,27 @@ from crossrl.tape.layout import RunLayout
 from crossrl.tape.record import Record, read_record
 
 Split = Literal["train", "val"]
+# Where the trainer's log-probs are, the better one first.
+TRAINER_COLUMNS = ("old_log_probs", "log_probs")
+SAMPLER_COLUMN = "rollout_log_probs"
 
 
 def stage_rank(stage: str) -> tuple[int, str]:
     """Sorts stages in the order of a step; unknown ones come last, by name."""
     return (ORDER.index(stage), "") if stage in ORDER else (len(ORDER), stage)
+
+
+def trainer_column(columns: Container[str], meanings: Mapping[str, Meaning]) -> str | None:
+    """Which of a step's ``columns`` holds the trainer's log-probs to compare with the sampler's; None without any.
+
+    ``old_log_probs``, unless a run does without them (one optimizer step) or copies the sampler's (bypass mode). Then
+    what the update computed first; after its first mini-batch, those are of weights that have moved.
+    """
+    for name in TRAINER_COLUMNS:
+        meaning = meanings.get(name)
+        if name in columns and (meaning is None or meaning != meanings.get(SAMPLER_COLUMN)):
+            return name
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +80,22 @@ class SampleView:
     @property
     def sampler_log_probs(self) -> np.ndarray | None:
         """float32, nat, one per response token."""
-        return self.columns.get("rollout_log_probs")
+        return self.columns.get(SAMPLER_COLUMN)
 
     @property
     def trainer_log_probs(self) -> np.ndarray | None:
-        """float32, nat, one per response token, under the weights before the update."""
-        return self.columns.get("old_log_probs")
+        """float32, nat, one per response token, NaN where not computed; of the field that ``trainer_column`` names."""
+        name = trainer_column(self.columns, self.meanings)
+        return None if name is None else self.columns[name]
 
     def tokens(self) -> list[tuple[int, int, float | None, float | None]]:
-        """Per response token: position, token id, the sampler's and the trainer's log-prob, side by side."""
+        """Per response token: position, token id, the sampler's and the trainer's log-prob (None: not computed)."""
         ids = self.columns.get("response_ids", np.zeros(0, np.int32))
         mine, theirs = self.sampler_log_probs, self.trainer_log_probs
-        pick = [[None] * len(ids) if c is None else c.tolist() for c in (mine, theirs)]
+        pick = [
+            [None] * len(ids) if c is None else [None if math.isnan(v) else v for v in c.tolist()]
+            for c in (mine, theirs)
+        ]
         return list(zip(range(len(ids)), ids.tolist(), *pick, strict=True))
 
     def worst(self, count: int = 5) -> list[tuple[int, int, float, float]]:

@@ -195,5 +195,5 @@ def _cannot(name: str, path: str, what: str, sample: str, leave_out: bool, left_
 def _message(where: str, what: str) -> str:
     return (
         f"{where}: {what} cannot be stored in a record. Store null, booleans, numbers, strings, lists and maps with "
-        f'string keys, or let the tape leave it out (TapeOptions.unstorable="leave_out")'
+        f"string keys, or let the tape leave it out (tape.unstorable=leave_out)"
     )

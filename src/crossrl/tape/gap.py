@@ -9,9 +9,11 @@ import numpy as np
 
 from crossrl.algorithms.gap import Gap, measure_gap
 from crossrl.batch import Batch, Meaning, Ragged
-from crossrl.tape.api import RunTape, Split
+from crossrl.tape.api import SAMPLER_COLUMN, RunTape, Split, trainer_column
 from crossrl.tape.capture import read_digests
 from crossrl.tape.compare import Difference
+from crossrl.tape.errors import RecordMissing
+from crossrl.tape.record import Record
 
 Verdict = Literal["inputs differ", "different meaning", "ratios not comparable", "comparable", "nothing to compare"]
 
@@ -40,6 +42,7 @@ class GapView:
     """``gap``: None unless the columns are comparable (or only shifted by truncation). ``inputs``: what differs there.
 
     ``lag``: how many weight versions the trainer was ahead of the sampler; None when versions were not recorded.
+    ``column``: the field that the trainer's log-probs are from; see ``trainer_column``.
     """
 
     step: int
@@ -48,6 +51,7 @@ class GapView:
     gap: Gap | None = None
     lag: int | None = None
     inputs: tuple[Difference, ...] = ()
+    column: str = ""
 
 
 def input_differences(run: RunTape, step: int, split: Split = "train") -> list[Difference]:
@@ -82,28 +86,46 @@ def input_differences(run: RunTape, step: int, split: Split = "train") -> list[D
 def gap_at(run: RunTape, step: int, call: int = 0, split: Split = "train") -> GapView:
     """The sampler's against the trainer's log-probs of the recorded tokens of one step.
 
-    Raises ``RecordMissing`` when ``old_log_prob`` was not recorded.
+    The trainer's are those of ``old_log_prob``, or of the update where that stage did not run (``trainer_column``).
+    ``call``: of the stage that they are from. Raises ``RecordMissing`` when neither was recorded.
     """
-    mixed = tuple(d for d in input_differences(run, step, split) if d.stage == "old_log_prob")
+    record, name = _trainer_record(run, step, call, split)
+    mixed = tuple(d for d in input_differences(run, step, split) if d.stage == record.header.stage)
     if mixed:
-        return GapView(step, "inputs differ", mixed[0].line(), inputs=mixed)
-    trainer = run.record(step, "old_log_prob", call, split).only(["old_log_probs"])
-    columns = {n: run.written(step, n, trainer.sample_id, split) for n in ("rollout_log_probs", "response_mask")}
-    sampler, mask = columns["rollout_log_probs"], columns["response_mask"]
+        return GapView(step, "inputs differ", mixed[0].line(), inputs=mixed, column=name)
+    trainer = record.only([name])
+    columns = {n: run.written(step, n, trainer.sample_id, split) for n in (SAMPLER_COLUMN, "response_mask")}
+    sampler, mask = columns[SAMPLER_COLUMN], columns["response_mask"]
     if sampler is None or mask is None:
-        return GapView(step, "nothing to compare", "the rollout of these samples was not recorded")
-    pair = sampler.meanings.get("rollout_log_probs"), trainer.meanings.get("old_log_probs")
+        return GapView(step, "nothing to compare", "the rollout of these samples was not recorded", column=name)
+    pair = sampler.meanings.get(SAMPLER_COLUMN), trainer.meanings.get(name)
     if pair[0] is None or pair[1] is None:
-        return GapView(step, "nothing to compare", "a log-prob column does not say what it means")
+        return GapView(step, "nothing to compare", "a log-prob column does not say what it means", column=name)
     lag = _lag(run, step, trainer, pair[1], split)
     verdict, reason = meaning_verdict(*pair)  # type: ignore[arg-type]
     if verdict == "different meaning":
-        return GapView(step, verdict, reason, lag=lag)
-    names = sampler.ragged("rollout_log_probs"), trainer.ragged("old_log_probs"), mask.ragged("response_mask")
-    gap = measure_gap(*names, trainer.sample_id)
+        return GapView(step, verdict, reason, lag=lag, column=name)
+    gap = measure_gap(
+        sampler.ragged(SAMPLER_COLUMN), trainer.ragged(name), mask.ragged("response_mask"), trainer.sample_id
+    )
     if gap is None:
-        return GapView(step, "nothing to compare", "no response token", lag=lag)
-    return GapView(step, verdict, reason, gap, lag)
+        return GapView(step, "nothing to compare", "no response token", lag=lag, column=name)
+    return GapView(step, verdict, reason, gap, lag, column=name)
+
+
+def _trainer_record(run: RunTape, step: int, call: int, split: Split) -> tuple[Record, str]:
+    """The record that holds the trainer's log-probs of this step, and the field."""
+    records = [record for _, record in run.records(step, split)]
+    meanings = {n: m for record in records for n, m in record.header.meanings.items()}
+    name = trainer_column({n for record in records for n in record.header.fields}, meanings)
+    for record in records:
+        if name is not None and name in record.header.fields and record.header.call == call:
+            return record, name
+    there = ", ".join(f"{r.header.stage}.{r.header.call}" for r in records) or "nothing"
+    raise RecordMissing(
+        f"{run.layout.root}: no log-probs of the trainer (of old_log_prob or update, call {call}) at step {step} "
+        f"({split}); recorded: {there}"
+    )
 
 
 def _lag(run: RunTape, step: int, trainer: Batch, meaning: Meaning, split: Split) -> int | None:

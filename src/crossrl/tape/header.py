@@ -69,7 +69,8 @@ class Header:
 
     ``step``: 1-based training step (0: before training). ``call``: call of the stage within the step.
     ``index``: call of the stage within the run. ``accepted``: differences that were accepted in this run so far; a
-    run with any is not a valid reproduction. ``weight_version``: of the weights in use when the stage began.
+    run with any is not a valid reproduction. ``weight_version``: of the trainer's weights when the stage had
+    run; of an update, that is the version which it made.
 
     >>> Header(run_id="r", stage="reward", step=1).call
     0

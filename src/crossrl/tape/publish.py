@@ -80,8 +80,8 @@ def write_record(path: Path, draft: Draft, threads: int | None = None) -> int:
 
 def _exists(path: Path) -> RecordExists:
     return RecordExists(
-        f"{path} is already there, and a record is never overwritten. Use another folder, move this one away, or load "
-        f"it (mode cache or replay)"
+        f"{path} is already there, and a record is never overwritten. Move it away, or choose another folder "
+        f"(trainer.default_local_dir, tape.dir; for rollout skip actor_rollout_ref.rollout.skip_dump_dir)"
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from crossrl.batch import Batch
 from crossrl.stages.base import At, Stage
 from crossrl.tape import refuse
+from crossrl.tape.api import Split
 from crossrl.tape.capture import Reads, Snapshot, capture, digests_of, join, read_digests
 from crossrl.tape.errors import Mismatch, ReplayRefused, TapeError
 from crossrl.tape.header import Header
@@ -64,8 +65,8 @@ class TapeOptions:
 class Tape:
     """The records of one run. One tape wraps all stages of a run; each wrap has its mode and may have its own layout.
 
-    ``run_id``: written into records. ``fingerprint``: stage name to what the stage depends on (nested, JSON-like).
-    ``weight_version``: of the weights in use. ``wait``: how a mode ``follow`` waits; see ``wait_for``.
+    ``run_id``: written into records. ``fingerprint``: stage name and split to what the stage depends on there (nested,
+    JSON-like). ``weight_version``: of the trainer's weights. ``wait``: how a mode ``follow`` waits; see ``wait_for``.
     ``accepted``: the differences that were accepted so far. ``comparisons``: what mode verify found.
     """
 
@@ -73,7 +74,7 @@ class Tape:
         self,
         layout: Layout,
         run_id: str,
-        fingerprint: Callable[[str], Mapping[str, Any]],
+        fingerprint: Callable[[str, Split], Mapping[str, Any]],
         options: TapeOptions | None = None,
         weight_version: Callable[[], int] | None = None,
         wait: Callable[[Path, float, str], None] = wait_for,
@@ -142,18 +143,20 @@ class Tape:
         reads = tuple(dict.fromkeys([*stage.reads, *(f for f in kept if f not in stage.writes)]))
         return Taped(stage.name, reads, stage.writes, self, stage, mode, found, layout, kept, restore)
 
-    def preflight(self, stage: Stage) -> None:
+    def preflight(self, stage: Stage, at: At | None = None) -> None:
         """Refuse now, before anything runs, when the first record that ``stage`` would load has other settings.
 
-        Raises ``ReplayRefused`` with the settings that differ. Inputs are compared later, when they are there.
+        ``at``: the first call; None for that of training. Raises ``ReplayRefused`` with the settings that differ.
+        Inputs are compared later, when they are there.
         """
         if not isinstance(stage, Taped) or stage.rule.found != "load":
             return
-        path = stage.layout.find(stage.name, At(1), 0)
+        at = at or At(1)
+        path = stage.layout.find(stage.name, at, 0)
         if path is not None:
             record = read_record(path)
-            ignore = refuse.NOT_COMPARED.get(stage.name, ())
-            self._accept(path, refuse.settings(record.header.fingerprints, self.fingerprint(stage.name), ignore))
+            ignore, now = refuse.NOT_COMPARED.get(stage.name, ()), self.fingerprint(stage.name, at.split)
+            self._accept(path, refuse.settings(record.header.fingerprints, now, ignore))
 
     def check(self) -> None:
         """Raise ``TapeWriteError`` if a record could not be written. Each taped stage does it before it runs."""
@@ -206,14 +209,15 @@ class Tape:
         self._calls[key] = self._calls.get(key, 0) + 1
         return self._calls[key] - 1
 
-    def load(self, taped: Taped, path: Path, given: Batch, loading: bool) -> Record:
+    def load(self, taped: Taped, path: Path, given: Batch, at: At, loading: bool) -> Record:
         """Open a record and check that it belongs to this call."""
         try:
             record = read_record(path)
-            found = refuse.mismatches(record, taped.name, taped.writes, given, self.fingerprint(taped.name), loading)
-            self._accept(path, found)
+            now = self.fingerprint(taped.name, at.split)
+            self._accept(path, refuse.mismatches(record, taped.name, taped.writes, given, now, loading))
         except TapeError as error:
-            logger.error("%s: could not load from %s: %s", taped.layout.label, path, error)
+            # Marked, so that a command which shows the error when it ends does not show it twice.
+            logger.error("%s: could not load from %s: %s", taped.layout.label, path, error, extra={"raised": True})
             raise
         return record
 
@@ -238,7 +242,8 @@ class Tape:
             run_id=self.run_id, stage=taped.name, step=at.step, call=at.call, split=at.split, index=index,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             weight_version=self.weight_version() if self.weight_version else None,
-            fingerprints=normal(self.fingerprint(taped.name)), versions=self._versions, accepted=tuple(self.accepted),
+            fingerprints=normal(self.fingerprint(taped.name, at.split)), versions=self._versions,
+            accepted=tuple(self.accepted),
         )  # fmt: skip
         draft = Draft(header, snapshot, reads)
         if self._retention is not None and taped.layout is self.layout:

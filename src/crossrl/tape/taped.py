@@ -66,7 +66,8 @@ class Taped:
         if self.rule.found == "refuse":
             raise RecordExists(
                 f"mode {self.mode} of stage {self.name!r}: {path} is already there, and a record is never overwritten. "
-                f"Record into another folder, move this one away, or load it (mode cache or replay)"
+                f"Record into another folder (tape.dir), move this one away, or load it (tape.mode=replay, "
+                f"tape.replay_from={self.layout.root})"
             )
         return self._with_record(path, given, own, at, index)
 
@@ -74,7 +75,8 @@ class Taped:
         if self.rule.missing != "store":
             raise RecordMissing(
                 f"mode {self.mode} of stage {self.name!r}: no record of step {at.step}, call {at.call} ({at.split}) at "
-                f"{target}. Record it first, or use mode cache to run what is missing"
+                f"{target}. Record it first (tape.mode=record), or leave it out: tape.steps and tape.stages say to "
+                f"what tape.mode={self.mode} applies"
             )
         if self.mode == "cache":
             logger.info("%s: no data found at %s: call %d runs and is stored", self.layout.label, target, index)
@@ -85,7 +87,7 @@ class Taped:
 
     def _with_record(self, path: Path, given: Batch, own: Batch, at: At, index: int) -> Batch:
         loading = self.rule.found == "load"
-        record = self.tape.load(self, path, given, loading)
+        record = self.tape.load(self, path, given, at, loading)
         stored = record.only(self.writes)
         info = {k: v for k, v in stored.info.items() if not volatile(k)}  # times of that run are not those of this one
         recorded = Batch(stored.sample_id, stored.columns, stored.meanings, info)
