@@ -459,7 +459,7 @@ def test_one_stage_over_the_steps_and_one_record_in_full(recorded: Path, cli: Cl
     full = cli.json("inspect", recorded / "a", "--stage", "update", "--step", "2")[0]
     assert code == 0
     assert full["digest"] == listed[1]["digest"]
-    assert full["info"]["weights"]["after"]["weights"] in text
+    assert full["info"]["state"]["after"]["weights"] in text
     assert row_of(text, "optim.lr ").split()[-1] == "0.001"
     for name in (*full["fields"], *full["reads"]):
         assert row_of(text, f"{name} ")

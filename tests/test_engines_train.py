@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from crossrl.batch import Batch, Ragged
 from crossrl.engines.base import EngineError, EngineState, LossInput, StepResult
 from crossrl.engines.train.fsdp import FsdpTrainEngine
+from crossrl.engines.train.micro_batches import split
 from crossrl.engines.train.optimizer import AdamWSettings
 
 GROUPS = [(3, [5, 1, 9]), (11, [2, 7, 4, 4]), (1, [6]), (5, [1, 1])]
@@ -313,3 +314,26 @@ def test_log_probs_do_not_depend_on_the_rest_of_the_batch() -> None:
         for i in range(len(data)):
             alone, _ = trainer.log_probs(data.take([i]), 0.7, entropy=False)
             np.testing.assert_array_equal(alone.values, together.row(i))
+
+
+def test_micro_batches_keep_groups_together_and_within_the_limits() -> None:
+    data = batch([(4, [3, 9, 5]), (2, [2, 2]), (30, [4, 4, 4, 4]), (1, [50])])
+    prompts, responses = data.ragged("prompt_ids"), data.ragged("response_ids")
+    everything = np.ones(10, dtype=bool)
+
+    def parts(*limits: int | None) -> list[list[int]]:
+        return [sorted(m.samples.tolist()) for m in split(prompts, responses, everything, *limits)]
+
+    assert parts(None, None) == [list(range(10))]
+    assert parts(4, None) == [[9], [5, 6, 7, 8], [0, 1, 2], [3, 4]]
+    assert parts(2, None) == [[9], [5, 6], [7, 8], [1, 2], [0], [3, 4]]
+    assert parts(None, 40) == [[9], [5, 6, 7], [8], [0, 1, 2, 3, 4]]  # 50 - 1 + 1 tokens are computed alone
+    assert parts(None, None, 10) == [[9], [5, 6, 7, 8], [0, 1, 2], [3, 4]]
+    one = split(prompts, responses, everything, None, None)[0]
+    assert one.tokens == (4 + 2 + 8 + 4) + (2 + 1 + 1) + (30 + 12) + (1 + 49)
+
+
+def test_rows_with_the_same_prompt_share_it_wherever_they_are() -> None:
+    data = batch([(4, [3, 5]), (6, [2])]).take([0, 2, 1])
+    prompts, responses = data.ragged("prompt_ids"), data.ragged("response_ids")
+    assert [len(g.responses) for g in split(prompts, responses, np.ones(3, dtype=bool), None, None)[0].groups] == [2, 1]

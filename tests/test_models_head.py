@@ -61,6 +61,25 @@ def test_values_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(found, results[1][name], atol=2e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "bfloat16"])
+def test_half_precision_gives_float32_log_probs_and_gradients_of_each_dtype(weights: torch.dtype) -> None:
+    hidden = random(40, 8, seed=1).bfloat16().requires_grad_()
+    weight = random(50, 8, seed=2).to(weights).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+        values, _ = log_probs(Head(weight), hidden, torch.arange(40), 1.0, entropy=False)
+    exact = torch.log_softmax(hidden.detach().float() @ weight.detach().float().t(), -1)
+    expected = exact.gather(1, torch.arange(40)[:, None])[:, 0]
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values, expected, atol=0.1, rtol=0.02)
+    values.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    assert weight.grad is not None and weight.grad.dtype == weights
+    one_hot = F.one_hot(torch.arange(40), 50).float()
+    torch.testing.assert_close(
+        weight.grad.float(), (one_hot - exact.exp()).t() @ hidden.detach().float(), atol=0.1, rtol=0.05
+    )
+
+
 def test_a_head_that_is_no_linear_layer_is_refused() -> None:
     class Odd:
         class config:

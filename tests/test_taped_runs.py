@@ -1,11 +1,15 @@
 """Whole runs with a tape: rollout skip, refusals, verification, and a resumed run's tape."""
 
+import sys
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from crossrl.batch import Batch, Ragged
+from crossrl.cli.train_command import open_reporter
 from crossrl.config import load_config
+from crossrl.config.keys import leaves
 from crossrl.report import Reporter
 from crossrl.stages.advantage import Advantage
 from crossrl.stages.rollout import Rollout
@@ -31,9 +35,11 @@ class Heard(Reporter):
 
 @pytest.fixture
 def train(demo_files, tmp_path):
-    """``train(folder, *overrides)``: exit code and lines. Two steps on eight prompts, several mini-batches, KL."""
+    """``train(folder, *overrides)``: exit code and lines. Two steps on eight prompts, several mini-batches, KL.
 
-    def start(folder, *overrides, wrap=lambda stage: stage):
+    ``train.load``: the configuration alone. ``train.lines``: those of the last run, also when it raised."""
+
+    def load(folder, *overrides):
         base = [
             f"data.train_files={demo_files}/train.parquet", "data.train_max_samples=8", "data.train_batch_size=4",
             "data.max_prompt_length=8", "data.max_response_length=5", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -43,10 +49,15 @@ def train(demo_files, tmp_path):
             "trainer.num_threads=1", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path / folder}",
             "trainer.project_name=p", "trainer.experiment_name=e", "trainer.logger=[]",
         ]  # fmt: skip
+        return load_config([*base, *overrides])
+
+    def start(folder, *overrides, wrap=lambda stage: stage):
         with Heard() as reporter:
-            code = Trainer(load_config([*base, *overrides]), reporter, wrap).fit()
+            start.lines = reporter.lines
+            code = Trainer(load(folder, *overrides), reporter, wrap).fit()
         return code, reporter.lines
 
+    start.load = load
     return start
 
 
@@ -178,6 +189,45 @@ def test_a_replay_under_other_sampling_template_or_model_is_refused_before_anyth
     assert generated == [] and ran == []
 
 
+def test_a_refusal_is_told_once(train, demo_files, tmp_path):
+    """The error ends the run, and the command prints it then."""
+    forward, backward = reversed_copy(demo_files, tmp_path)
+    train("a", *skip(tmp_path), f"data.train_files={forward}", "data.shuffle=False")
+    with pytest.raises(ReplayRefused, match="sample_id"):
+        train("b", *skip(tmp_path), f"data.train_files={backward}", "data.shuffle=False", "tape.accept=[data.digest]")
+    assert not [line for line in train.lines if "could not load" in line or "sample_id" in line]
+
+
+VAL = "actor_rollout_ref.rollout.val_kwargs"
+
+
+def test_training_is_replayed_whatever_the_sampling_of_validation_and_the_reverse(
+    train, generated, demo_files, tmp_path
+):
+    val = [f"data.val_files={demo_files}/val.parquet", "data.val_max_samples=4", "trainer.test_freq=2"]
+    sampled = [f"{VAL}.do_sample=True", f"{VAL}.temperature=0.5"]
+    train("a", *skip(tmp_path), *val)
+    generated.clear()
+    with pytest.raises(ReplayRefused, match=r"rollout\.val\.temperature: recorded 0\.0, found 0\.5"):
+        train("b", *skip(tmp_path), *val, *sampled)
+    code, _ = train("c", *skip(tmp_path), *val, *sampled, "trainer.test_freq=-1", "trainer.val_before_train=False")
+    assert code == 0 and generated == []
+    prints = {}
+    for name, overrides in {"a": [], "val": sampled, "train": ["actor_rollout_ref.rollout.temperature=0.9"]}.items():
+        trainer = Trainer(train.load("d", "tape.mode=record", *val, *overrides), Heard())
+        with trainer.open():
+            prints[name] = [trainer.tape.fingerprint("rollout", split) for split in ("train", "val")]
+    assert prints["val"][0] == prints["a"][0] and prints["val"][1] != prints["a"][1]
+    assert prints["train"][0] != prints["a"][0] and prints["train"][1] == prints["a"][1]
+
+
+def test_the_key_for_what_cannot_be_stored_reaches_the_tape(train):
+    for value in ("refuse", "leave_out"):
+        trainer = Trainer(train.load("a", "tape.mode=record", f"tape.unstorable={value}"), Heard())
+        with trainer.open():
+            assert trainer.tape.tape.options.unstorable == value
+
+
 def test_an_accepted_difference_is_written_into_the_new_record(train, tmp_path):
     train("a", *skip(tmp_path))
     code, _ = train(
@@ -278,6 +328,18 @@ def test_verify_names_the_first_stage_that_differs_and_its_token(train, tmp_path
     assert verify(Request(tmp_path / "a", tolerance={"advantages": 1e-6}), Heard()).first is None
 
 
+def test_what_verify_is_told_to_accept_comes_on_top_of_what_it_accepts_itself(train, demo_files, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text((demo_files / "sort_reward.py").read_text())
+    train("a", "tape.mode=record", f"reward.custom_reward_function.path={reward}")
+    reward.write_text(reward.read_text() + "# another digest\n")
+    with pytest.raises(ReplayRefused, match=r"reward\.code"):
+        verify(Request(tmp_path / "a", stages=("reward",)), Heard())
+    # The later steps' rollouts are loaded on the first weights here, which verify accepts by itself.
+    result = verify(Request(tmp_path / "a", stages=("reward",), overrides=("tape.accept=[reward.code]",)), Heard())
+    assert result.first is None and [c.at.step for c in result.comparisons] == [1, 2]
+
+
 def test_verify_of_nothing_is_an_error(train, tmp_path):
     train("plain")
     with pytest.raises(VerifyError, match="holds no records"):
@@ -300,3 +362,47 @@ def test_only_the_stages_and_steps_asked_for_are_recorded(train, tmp_path):
     tape = open_run(tmp_path / "a")
     assert tape.steps() == [2]
     assert sorted(name for name, _ in tape.calls(2)) == ["rollout", "update"]
+
+
+# Keys that are read when the configuration is checked and have one value here, or none but in another mode.
+READ_AT_LOADING = {
+    "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.rollout.do_sample",
+    "actor_rollout_ref.rollout.prompt_length",
+    "actor_rollout_ref.rollout.response_length",
+    "algorithm.lam",
+    "trainer.critic_warmup",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.resume_from_path",
+    "trainer.share_data",
+    "trainer.share_data_dir",
+    "trainer.share_data_timeout",
+}
+
+
+def test_every_documented_key_is_read_by_a_run_that_uses_everything(train, demo_files, tmp_path, monkeypatch):
+    """A key that nothing reads looks as if it had an effect: it belongs on the list of keys without one."""
+    read = set()
+
+    def watch(cls):
+        def get(self, name):
+            module = sys._getframe(1).f_globals["__name__"]
+            if module.startswith("crossrl.") and not module.startswith("crossrl.config."):
+                read.add((cls, name))
+            return object.__getattribute__(self, name)
+
+        monkeypatch.setattr(cls, "__getattribute__", get)
+
+    for owner in {leaf.owner for leaf in leaves().values()}:
+        watch(owner)
+    loaded = train.load(
+        "a", *skip(tmp_path), "tape.mode=record", f"data.val_files={demo_files}/val.parquet", "data.val_max_samples=2",
+        f"{VAL}.do_sample=True", f"{VAL}.temperature=1.0", "algorithm.use_kl_in_reward=True",
+        "algorithm.filter_groups.enable=True", "algorithm.rollout_correction.rollout_is=token",
+        "reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    )  # fmt: skip
+    with open_reporter(loaded) as reporter:
+        Trainer(loaded, reporter).fit()
+    assert {path for path, leaf in leaves().items() if (leaf.owner, leaf.name) not in read} == READ_AT_LOADING

@@ -1,6 +1,8 @@
 """Whole runs in one process, on the demo's small model: every algorithm trains, every bad end is a clear one."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from crossrl.assemble import tokenizer_of
 from crossrl.checkpoint import CheckpointError
 from crossrl.config import load_config
 from crossrl.loop import NoSignal
@@ -101,6 +104,35 @@ def test_every_algorithm_trains_and_reports(run, demo_files, name):
     before, after = load_file(demo_files / "model" / "model.safetensors"), weights(run.folder / "run")
     assert any(not torch.equal(before[k], after[k]) for k in before)
     assert all(bool(torch.isfinite(t).all()) for t in after.values())
+
+
+def test_the_penalty_for_length_is_among_the_metrics_when_asked_for(run):
+    overlong = ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=4", "data.max_response_length=8"]
+    _, rows, _ = run(*overlong, "reward.overlong_buffer.log=True")
+    for row in rows:
+        penalty = row["reward_extra/overlong_reward/mean"]
+        assert -1 <= penalty < 0 and 0 < row["reward_extra/overlong/mean"] <= 1
+        assert penalty == pytest.approx(row["critic/rewards/mean"] - row["critic/score/mean"])
+    _, rows, _ = run(*overlong, folder="silent")
+    assert not [key for key in rows[0] if "overlong" in key]
+
+
+def test_a_tokenizer_with_code_runs_only_when_model_or_data_allow_it(demo_files, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the library adds that folder
+    folder = tmp_path / "model"
+    shutil.copytree(demo_files / "model", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "mine.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\nclass Mine(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    base = ["data.train_files=x.parquet", f"actor_rollout_ref.model.path={folder}"]
+    for key in ("data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code"):
+        assert type(tokenizer_of(load_config([*base, f"{key}=True"]).config)).__name__ == "Mine"
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        tokenizer_of(load_config(base).config)
 
 
 def test_kl_to_the_reference_is_in_the_metrics(run):

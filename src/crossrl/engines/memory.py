@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 
 
+@cache  # once per process is enough
 def keep_freed_memory() -> str:
     """Tell glibc's allocator not to return freed blocks to the system; returns a sentence about it for the log.
 

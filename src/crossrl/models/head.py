@@ -73,8 +73,8 @@ class Head:
 
 
 def log_softmax_(logits: torch.Tensor) -> torch.Tensor:
-    """Log softmax over the last dimension, in place (each row is read to its end before it is written)."""
-    return torch._log_softmax(logits, -1, False, out=logits)
+    """Log softmax over the last dimension; on CPU in place (there a row is read to its end before it is written)."""
+    return torch._log_softmax(logits, -1, False, out=logits if logits.device.type == "cpu" else None)
 
 
 def log_probs(
@@ -130,6 +130,7 @@ class _LogProbs(torch.autograd.Function):
         direct = needs_weight and adds_directly(weight)
         d_weight = weight.grad if direct else torch.zeros_like(weight) if needs_weight else None
         d_bias = torch.zeros_like(ctx.head.bias) if needs_bias else None
+        weight_as_hidden = weight.to(hidden.dtype)  # they differ under autocast
         kept = ctx.kept
         ctx.kept = []
         for i, rows in enumerate(_chunks(len(targets), len(weight))):
@@ -144,11 +145,13 @@ class _LogProbs(torch.autograd.Function):
             else:
                 d = log_p.exp_().mul_(-g[:, None])
             d[torch.arange(len(g), device=d.device), at] += g
-            d = ctx.head.through_scale(d, hidden[rows], ctx.temperature).to(weight.dtype)
+            d = ctx.head.through_scale(d, hidden[rows], ctx.temperature).to(hidden.dtype)
             if d_hidden is not None:
-                torch.mm(d, weight, out=d_hidden[rows])
-            if d_weight is not None:
+                torch.mm(d, weight_as_hidden, out=d_hidden[rows])
+            if d_weight is not None and d_weight.dtype == d.dtype:
                 d_weight.addmm_(d.t(), hidden[rows])
+            elif d_weight is not None:
+                d_weight += d.t() @ hidden[rows]
             if d_bias is not None:
                 d_bias += d.sum(0)
         return d_hidden, None if direct else d_weight, d_bias, None, None, None, None

@@ -31,9 +31,16 @@ class _Piece:
 
 
 def split(
-    prompts: Ragged, responses: Ragged, keep: np.ndarray, max_sequences: int | None, max_tokens: int | None
+    prompts: Ragged,
+    responses: Ragged,
+    keep: np.ndarray,
+    max_sequences: int | None,
+    max_tokens: int | None,
+    enough_tokens: int | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most ``max_sequences`` samples and ``max_tokens`` computed tokens, longest groups first.
+
+    ``enough_tokens``: with so many a micro-batch is large enough; groups are not split for it, only kept apart.
 
     Samples with the same prompt tokens form a group. A group is split only when it does not fit by itself; a
     single sample beyond ``max_tokens`` gets a micro-batch of its own. ``keep``: bool ``[N]``, the samples to
@@ -41,6 +48,7 @@ def split(
     """
     sequences = math.inf if max_sequences is None else max_sequences
     tokens = math.inf if max_tokens is None else max_tokens
+    enough = tokens if enough_tokens is None else min(tokens, enough_tokens)
     lengths = responses.lengths.tolist()
     members: dict[bytes, list[int]] = {}
     for i in np.flatnonzero(keep).tolist():
@@ -52,7 +60,7 @@ def split(
     out: list[list[_Piece]] = []
     count = size = 0
     for piece in pieces:
-        if not out or count + len(piece.samples) > sequences or size + piece.tokens > tokens:
+        if not out or count + len(piece.samples) > sequences or size + piece.tokens > enough:
             out.append([])
             count = size = 0
         out[-1].append(piece)
