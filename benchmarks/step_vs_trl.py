@@ -1,6 +1,6 @@
 """One GRPO step, CrossRL against TRL's GRPOTrainer: the same model, prompts, group size, lengths and dtype.
 
-    python benchmarks/step_vs_trl.py [--model data/smollm2 --prompts 8 --n 8 --prompt-tokens 46 --new-tokens 32 --rounds 3]
+    python benchmarks/step_vs_trl.py [--model data/smollm2 --prompts 8 --n 8 --new-tokens 32 --rounds 3]
 
 Each side runs in its own process (so that peak memory is its own), one side at a time, alternating; a process does one
 warm-up step and then ``--steps`` timed ones. Responses are forced to full length and rewards are made to differ

@@ -98,7 +98,7 @@ def learning_curve(metrics_file: Path, picture: Path, title: str = "") -> Path:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="best", frameon=False)
     return _save(figure, picture)
 
 
