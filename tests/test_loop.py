@@ -88,7 +88,21 @@ def test_dynamic_sampling_uses_what_it_has_when_data_end_and_reports_the_shortfa
 
 def test_dynamic_sampling_without_any_signal_is_an_error():
     stage = Score(lambda s: 1.0)
-    with pytest.raises(NoSignal):
+    with pytest.raises(NoSignal, match="0 of 4 samples have no score"):
+        collect(lambda name, b, call: apply(stage, b, At(1)) if name == "reward" else b,
+                Sampler(source(2), groups=2, want=1, max_draws=1), StepLog())  # fmt: skip
+
+
+def test_when_the_data_end_in_the_middle_of_looking_for_a_signal_the_run_ends_and_does_not_fail():
+    stage = Score(lambda s: 1.0)
+    found = collect(lambda name, b, call: apply(stage, b, At(1)) if name == "reward" else b,
+                    Sampler(source(2), groups=2, want=1), StepLog())  # fmt: skip
+    assert found is None
+
+
+def test_a_signal_that_no_sample_has_is_an_error_even_at_the_end_of_the_data():
+    stage = Score(lambda s: float("nan"))
+    with pytest.raises(NoSignal, match="4 of 4 samples have no score"):
         collect(lambda name, b, call: apply(stage, b, At(1)) if name == "reward" else b,
                 Sampler(source(2), groups=2, want=1), StepLog())  # fmt: skip
 

@@ -55,7 +55,8 @@ def run(demo_files, tmp_path):
         target.mkdir(exist_ok=True)
         with Heard(target) as reporter:
             code = trainer(load_config([*base, *overrides]), reporter, wrap).fit()
-        rows = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+        file = target / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
         return code, rows, reporter
 
     start.folder = tmp_path
@@ -73,7 +74,7 @@ ALGORITHMS = {
     "rloo": ["algorithm.adv_estimator=rloo"],
     "reinforce_plus_plus": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
     "reinforce_plus_plus_baseline": ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
-    "remax": ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1"],
+    "remax": ["algorithm.adv_estimator=remax"],
     "gspo": ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.ppo_mini_batch_size=2"],
     "cispo": ["actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "actor_rollout_ref.actor.ppo_epochs=2"],
     "kl_loss_and_entropy": ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.entropy_coeff=0.01"],
@@ -163,8 +164,11 @@ def test_dynamic_sampling_trains_on_groups_that_differ_only(run):
 def test_no_signal_at_all_stops_dynamic_sampling_with_an_error(run, tmp_path):
     flat = tmp_path / "flat.py"
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    options = ["algorithm.filter_groups.enable=True", f"reward.custom_reward_function.path={flat}"]
     with pytest.raises(NoSignal, match="all samples score the same"):
-        run("algorithm.filter_groups.enable=True", f"reward.custom_reward_function.path={flat}")
+        run(*options, "trainer.total_training_steps=2")
+    code, _, reporter = run(*options, "trainer.val_before_train=False", folder="epoch")
+    assert code == 1 and "no step was done" in reporter.status
 
 
 def test_equal_rewards_give_a_finite_step_that_changes_nothing_but_decay_and_say_so(run, tmp_path):
@@ -276,6 +280,67 @@ def test_a_planned_step_that_was_not_done_makes_the_exit_code_non_zero(run):
     code, _, reporter = run("trainer.total_training_steps=5", trainer=Short)
     assert code == 1
     assert reporter.status == "stopped after 2 of 5 planned steps: the data are used up"
+
+
+def test_remax_validates(run, demo_files):
+    val = [f"data.val_files={demo_files}/val.parquet", "data.val_max_samples=4", "trainer.test_freq=1"]
+    code, rows, _ = run("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1", *val)
+    assert code == 0
+    assert [row["step"] for row in rows if any(k.startswith("val-core/") for k in row)] == [0, 1, 2]
+
+
+def test_gradient_checkpointing_recomputes_in_a_real_run_and_gives_the_same_weights(run, monkeypatch):
+    import transformers.modeling_utils
+
+    calls = []
+    inner = transformers.modeling_utils.checkpoint
+    monkeypatch.setattr(transformers.modeling_utils, "checkpoint", lambda *a, **k: calls.append(1) or inner(*a, **k))
+    run("actor_rollout_ref.model.enable_gradient_checkpointing=True", folder="less")
+    assert calls
+    calls.clear()
+    run(folder="plain")
+    assert not calls
+    a, b = weights(run.folder / "less"), weights(run.folder / "plain")
+    assert all(torch.allclose(a[k], b[k], atol=1e-5) for k in a)
+
+
+def test_a_kill_after_the_last_checkpoint_loses_neither_the_export_nor_the_last_validation(run, demo_files):
+    val = [f"data.val_files={demo_files}/val.parquet", "data.val_max_samples=4", "trainer.test_freq=2"]
+
+    class Dies(Trainer):
+        def validate(self):
+            if self.done:
+                raise KeyboardInterrupt
+            super().validate()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(*val, "tape.mode=record", trainer=Dies)
+    assert not (run.folder / "run" / "huggingface").exists()
+    code, rows, _ = run(*val, "tape.mode=record")
+    assert code == 0 and (run.folder / "run" / "huggingface" / "model.safetensors").is_file()
+    assert [row["step"] for row in rows if any(k.startswith("val-core/") for k in row)] == [0, 2]
+    assert run(*val, "tape.mode=record")[2].status.startswith("nothing to do")
+
+
+def test_an_earlier_export_stays_until_the_new_one_is_complete(run, monkeypatch):
+    run(folder="export")
+    before = weights(run.folder / "export")
+
+    def full(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("crossrl.trainer.save_hf", full)
+    with pytest.raises(TrainingError, match="no space left"):
+        run("trainer.total_training_steps=3", folder="export")
+    after = weights(run.folder / "export")
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_a_prompt_that_cannot_fit_the_model_is_refused_at_the_start(run):
+    from crossrl.engines.base import EngineError
+
+    with pytest.raises(EngineError, match=r"7 \+ 60 = 67.*at most 57"):
+        run("data.max_response_length=60")
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(run, demo_files):

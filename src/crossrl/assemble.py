@@ -15,6 +15,7 @@ from crossrl.config.root import RunConfig
 from crossrl.data.dataset import PromptDataset, PromptOptions
 from crossrl.data.loader import PromptLoader
 from crossrl.data.tokenize import Template
+from crossrl.engines.base import EngineError
 from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.threads import choose_threads
 from crossrl.engines.train.fsdp import FsdpTrainEngine
@@ -37,7 +38,8 @@ class Parts:
     """What a run is made of.
 
     ``stages``: by name, those of ``loop.train_step``; one that this run does not need is not there.
-    ``val_rollout``: like the rollout stage, with validation's sampling. ``notes``: lines for the user.
+    ``val_rollout``, ``val_reward``: the same stages with validation's sampling, and without shaping.
+    ``notes``: lines for the user.
     """
 
     tokenizer: Any
@@ -54,6 +56,7 @@ class Parts:
     reference: FsdpTrainEngine | None
     stages: dict[str, Stage]
     val_rollout: Stage
+    val_reward: Stage
     notes: list[str]
 
 
@@ -96,13 +99,15 @@ def assemble(cfg: RunConfig, progress: Progress) -> Parts:
         settings.seed_of(arr.rollout.seed, cfg),
         progress=lambda done, of: progress("validation", done, of),
     )
+    check_positions(cfg, trainer.policy.max_length, [d for d in (train_data, val_data) if d])
     notes = [f"training data: {train_data.report}", sentence]
     notes += [f"validation data: {val_data.report}"] if val_data else []
     notes += sorted({n for n in (trainer.notice, engine.notice) if n})
     return Parts(
         tokenizer=tokenizer, train_data=train_data, val_data=val_data, loader=loader, total_steps=total,
         trainer=trainer, engine=engine, scorer=scorer, advantage=advantage, update=update, sync=sync,
-        reference=reference, stages={**stages, "update": update, "sync": sync}, val_rollout=val_rollout, notes=notes,
+        reference=reference, stages={**stages, "update": update, "sync": sync}, val_rollout=val_rollout,
+        val_reward=Reward(scorer), notes=notes,
     )  # fmt: skip
 
 
@@ -161,6 +166,18 @@ def load_data(cfg: RunConfig, tokenizer: Any, split: str) -> PromptDataset:
         split="train" if train else "val",
     )
     return PromptDataset.load(cfg.data.train_files if train else cfg.data.val_files, tokenizer, options)
+
+
+def check_positions(cfg: RunConfig, positions: int | None, data: list[PromptDataset]) -> None:
+    """Refuse now what would fail when the longest prompt is drawn, perhaps hours into the run."""
+    longest, limit = max(d.report.longest for d in data), cfg.data.max_response_length
+    if positions is not None and longest + limit > positions:
+        raise EngineError(
+            f"the longest prompt has {longest} tokens, data.max_response_length is {limit}, and the model was made for "
+            f"{positions} positions ({longest} + {limit} = {longest + limit}). Set data.max_response_length to at most "
+            f"{positions - longest}, or leave long prompts out: data.max_prompt_length={positions - limit} with "
+            "data.filter_overlong_prompts=True"
+        )
 
 
 def make_loader(cfg: RunConfig, data: PromptDataset) -> PromptLoader:

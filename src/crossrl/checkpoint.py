@@ -35,11 +35,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One checkpoint as read back: ``weights`` and ``optimizer`` by name, ``state`` as it was saved."""
+    """One checkpoint as read back and checked: ``optimizer`` by name, ``state`` as it was saved; the weights are in
+    the Hugging Face folder ``path/model``."""
 
     path: Path
     step: int
-    weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
     state: Mapping[str, Any]
     manifest: Mapping[str, Any]
@@ -158,5 +158,4 @@ class CheckpointStore:
                     f"{found[:16]}... found. Use an older checkpoint (trainer.resume_mode=resume_path)"
                 )
         state = read_json(path / "state.json")
-        weights = load_file(path / "model" / "model.safetensors")
-        return Saved(path, state["step"], weights, load_file(path / "optimizer.safetensors"), state, manifest)
+        return Saved(path, state["step"], load_file(path / "optimizer.safetensors"), state, manifest)

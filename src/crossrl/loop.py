@@ -47,6 +47,7 @@ class StepLog:
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     infos: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
     batch: Batch | None = None
 
 
@@ -62,6 +63,7 @@ def train_step(stages: Mapping[str, Stage], sampler: Sampler, step: int, log: St
         for key, value in batch.info.get("metrics", {}).items():
             log.metrics[key] = log.metrics.get(key, 0.0) + value if call else value
         log.infos[name], log.batch = batch.info, batch
+        log.errors |= batch.info.get("errors", {})
         return batch
 
     batch = collect(run, sampler, log)
@@ -78,25 +80,31 @@ def train_step(stages: Mapping[str, Stage], sampler: Sampler, step: int, log: St
 def collect(run: Callable[[str, Batch, int], Batch], sampler: Sampler, log: StepLog) -> Batch | None:
     """rollout and reward, once; or, with dynamic sampling, until ``sampler.want`` groups carry a signal."""
     kept: list[Batch] = []
-    have, call = 0, 0
+    have, call, seen, unknown, ended = 0, 0, 0, 0, False
     while True:
         prompts = sampler.draw(sampler.groups)
         if prompts is None:
+            ended = True
             break
         batch = run("reward", run("rollout", prompts, call), call)
         call += 1
         if sampler.want is None:
             return batch
-        keep = groups_with_signal(sampler.signal(batch), batch["group_id"])[: sampler.want - have]
+        signal = sampler.signal(batch)
+        seen, unknown = seen + len(batch), unknown + int(np.isnan(signal).sum())
+        keep = groups_with_signal(signal, batch["group_id"])[: sampler.want - have]
         kept.append(batch.take([i for i, g in enumerate(batch["group_id"]) if g in set(keep)]))
         have += len(keep)
         if have >= sampler.want or call == sampler.max_draws:
             break
-    if not call:
+    if ended and not have and (not seen or unknown < seen):
         return None
     log.metrics["sampler/draws"], log.metrics["sampler/groups"] = float(call), float(have)
     if not have:
-        raise NoSignal(f"{call} draws of {sampler.groups} prompts, and in every group all samples score the same")
+        raise NoSignal(
+            f"{call} draws of {sampler.groups} prompts, and in every group all samples score the same "
+            f"({unknown} of {seen} samples have no score, or not the number that algorithm.filter_groups.metric names)"
+        )
     if have < (sampler.want or 0):
         log.notes.append(f"only {have} of {sampler.want} groups carry a signal after {call} draws: used as they are")
     return Batch.concat(kept)

@@ -57,8 +57,9 @@ def _extra_numbers(extras: list[Mapping[str, object]]) -> dict[str, list[float]]
     numbers: dict[str, list[float]] = {}
     for extra in extras:
         for key, value in extra.items():
-            if isinstance(value, (bool, int, float)) and key != "score" and np.isfinite(float(value)):
-                numbers.setdefault(key, []).append(float(value))
+            number = as_number(value)
+            if number is not None and key != "score":
+                numbers.setdefault(key, []).append(number)
     return numbers
 
 
@@ -75,8 +76,19 @@ def outcomes(batch: Batch, name: str) -> np.ndarray:
         return score
     values = [extra.get(name) for extra in batch["reward_extra"]]
     fallback = score if name == "acc" else np.full(len(batch), np.nan)
-    found = [float(v) if isinstance(v, (bool, int, float)) else f for v, f in zip(values, fallback.tolist())]
-    return np.array(found, np.float64)
+    numbers = [as_number(value) for value in values]
+    return np.array([f if n is None else n for n, f in zip(numbers, fallback.tolist())], np.float64)
+
+
+def as_number(value: object) -> float | None:
+    """A finite number that a verifier returned, as float; None for anything else, such as an integer of 400 digits."""
+    if not isinstance(value, (bool, int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if np.isfinite(number) else None
 
 
 def speed_metrics(batch: Batch, seconds: Mapping[str, float], total: float) -> dict[str, float]:

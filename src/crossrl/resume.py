@@ -15,7 +15,7 @@ from crossrl.config.resolved import flatten
 from crossrl.config.root import RunConfig
 from crossrl.engines.base import EngineState
 from crossrl.models.digest import weights_digest
-from crossrl.models.loading import save_hf
+from crossrl.models.loading import distinct_parameters, load_causal_lm, save_hf
 
 
 class ResumeError(RuntimeError):
@@ -84,7 +84,12 @@ class RunState:
 
     def restore(self, saved: Saved) -> None:
         """Bring everything back, and check that what is now held is what was saved."""
-        self.parts.trainer.load_state(EngineState(saved.weights, saved.optimizer, saved.state["engine"]))
+        keys = self.cfg.actor_rollout_ref.model
+        # Through transformers, which may store parameters under other names than the model has (fused experts).
+        dtype = next(iter(self.parts.trainer.state().weights.values())).dtype
+        model = load_causal_lm(saved.path / "model", dtype, "cpu", keys.trust_remote_code)
+        weights = {name: tensor.detach() for name, tensor in distinct_parameters(model)}
+        self.parts.trainer.load_state(EngineState(weights, saved.optimizer, saved.state["engine"]))
         self.parts.loader.load_state(saved.state["loader"])
         self.parts.advantage.load_state(saved.state["advantage"])
         for name, found in self.digests().items():

@@ -86,6 +86,17 @@ class RunTape:
             self.tape.start(self.estimate(self.parts.total_steps - done))
             self.tape.set_aside(done or -1)
 
+    def set_aside_validation(self, step: int) -> None:
+        """Move the records of a validation that a kill interrupted; it is done again."""
+        self.tape.flush()
+        records = list(self.own.step_path(step).glob("val.*")) if self.recording else []
+        if records:
+            number = sum(1 for _ in self.own.root.glob("superseded-*"))
+            target = self.own.root / f"superseded-{number}" / self.own.step_path(step).name
+            target.mkdir(parents=True)
+            for record in records:
+                record.rename(target / record.name)
+
     def lacks(self, stage: str, step: int) -> bool:
         """Whether this run records ``stage`` and its record of ``step`` is not there."""
         named = bool({"all", stage} & set(self.cfg.tape.stages))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 
 from crossrl import taping
 from crossrl.assemble import Parts, assemble
@@ -21,13 +22,14 @@ from crossrl.config.load import LoadedConfig
 from crossrl.config.resolved import to_yaml
 from crossrl.data.loader import validation_batches
 from crossrl.files import publish_folder, publish_text
-from crossrl.loop import Sampler, StepLog, train_step
+from crossrl.loop import NoSignal, Sampler, StepLog, train_step
 from crossrl.metrics import batch_metrics, outcomes, speed_metrics
 from crossrl.models.loading import save_hf
 from crossrl.report import Reporter, Sample
 from crossrl.resume import RunState
 from crossrl.stages.base import ORDER, At, Stage, apply
 from crossrl.stages.checkpoint import Checkpoint
+from crossrl.tape.errors import TapeError
 from crossrl.taping import RunTape
 from crossrl.validation import validate
 
@@ -57,6 +59,7 @@ class Trainer:
         self.loaded, self.cfg, self.reporter, self.wrap = loaded, loaded.config, reporter, wrap
         self.tolerance = tolerance or {}
         self.folder = Path(self.cfg.trainer.default_local_dir).expanduser()
+        self.export = self.folder / "huggingface"
         self.done, self.resumed, self.without_signal = 0, 0, 0
         self.log = StepLog()
         self.tape: RunTape | None = None
@@ -77,7 +80,11 @@ class Trainer:
             if self.cfg.trainer.val_only:
                 self.validate()
                 return self._end(0, "validation done")
-            if self.done >= total:
+            if saved and self._due(self.cfg.trainer.test_freq, self.done) and not self.reporter.validated(self.done):
+                if self.tape:
+                    self.tape.set_aside_validation(self.done)
+                self.validate()  # a kill between saving and validating must not cost a point of the curve
+            if self.done >= total and self.export.is_dir():
                 return self._end(0, f"nothing to do: all {total} steps were done before")
             if self.cfg.trainer.val_before_train and self.done == 0:
                 self.validate()
@@ -104,9 +111,15 @@ class Trainer:
                     wraps.insert(0, self.tape.wrap)
                 for wrap in wraps:
                     stages = {name: wrap(stage) for name, stage in stages.items()}
-                    parts.val_rollout = wrap(parts.val_rollout)
+                    parts.val_rollout, parts.val_reward = wrap(parts.val_rollout), wrap(parts.val_reward)
                 parts.stages = stages
                 yield
+            except BaseException:
+                if self.tape:  # what was recorded before the failure is what one wants to see
+                    with contextlib.suppress(TapeError):
+                        self.tape.tape.close()
+                raise
+            else:
                 if self.tape:
                     self.tape.tape.close()
             finally:
@@ -114,10 +127,15 @@ class Trainer:
 
     def step(self, sampler: Sampler) -> bool:
         """One training step; False when the data are used up."""
-        self.log, start = StepLog(), time.perf_counter()
+        before, self.log, start = self.log, StepLog(), time.perf_counter()
         step = self.done + 1
-        batch = train_step(self.parts.stages, sampler, step, self.log)
+        try:
+            batch = train_step(self.parts.stages, sampler, step, self.log)
+        except NoSignal:
+            self._warn_of_rewards(step)
+            raise
         if batch is None:
+            self.log = before
             return False
         self.done = step
         metrics = self._metrics(batch) | speed_metrics(batch, self.log.seconds, time.perf_counter() - start)
@@ -139,7 +157,10 @@ class Trainer:
         if not filtering.enable:
             return Sampler(draw, size)
         signal = functools.partial(outcomes, name=filtering.metric)
-        return Sampler(draw, cfg.data.gen_batch_size or size, size, filtering.max_num_gen_batches, signal)
+        groups = cfg.data.gen_batch_size or size
+        # Without a limit of its own a step goes through the data once at most, or it might never end.
+        draws = filtering.max_num_gen_batches or -(-len(loader.dataset) // groups)
+        return Sampler(draw, groups, size, draws, signal)
 
     def save(self, step: int) -> dict[str, str]:
         """What the checkpoint stage does."""
@@ -164,7 +185,8 @@ class Trainer:
     def announce(self, saved: Saved | None) -> None:
         """Say what will run, and complete the metrics of a run that was killed between saving and writing them."""
         cfg, parts = self.cfg, self.parts
-        publish_text(self.folder / "config.yaml", to_yaml(cfg))
+        if not cfg.trainer.val_only:  # which leaves the run that is there as it was
+            publish_text(self.folder / "config.yaml", to_yaml(cfg))
         summary = {
             "model": f"{cfg.actor_rollout_ref.model.path} ({_count(parts.trainer.model.num_parameters())} parameters)",
             "stages": " -> ".join(name for name in ORDER if name in parts.stages),
@@ -173,7 +195,8 @@ class Trainer:
         }
         notes = list(parts.notes)
         if saved:
-            tensors = len(saved.weights) + len(saved.optimizer)
+            state = parts.trainer.state()
+            tensors = len(state.weights) + len(state.optimizer)
             notes.append(f"resumed from {saved.path}: step {saved.step}, {tensors} tensors, digests as saved")
             notes += self.state.changes(saved)
         no_effect = [f"{key}={value}" for key, value in self.loaded.no_effect]
@@ -199,7 +222,7 @@ class Trainer:
             return
         n = self.cfg.actor_rollout_ref.rollout.val_kwargs.n
         batches = list(validation_batches(data, self.cfg.data.val_batch_size, n))
-        metrics, samples = validate(self.parts.val_rollout, self.parts.stages["reward"], batches, self.done)
+        metrics, samples = validate(self.parts.val_rollout, self.parts.val_reward, batches, self.done)
         self.reporter.validation(self.done, metrics, self._samples(samples))
 
     def _metrics(self, batch: Batch) -> dict[str, float]:
@@ -238,8 +261,7 @@ class Trainer:
         for info in self.log.infos.values():
             for warning in info.get("warnings", ()):
                 self.reporter.warn(f"step {self.done}: {warning}")
-            for status, error in info.get("errors", {}).items():
-                self.reporter.warn(f"step {self.done}: a reward {status}: {error}")
+        self._warn_of_rewards(self.done)
         signal = bool(np.any(batch.ragged("advantages").values))
         self.without_signal = 0 if signal else self.without_signal + 1
         if self.without_signal and self.without_signal % NO_SIGNAL_STEPS == 0:
@@ -248,17 +270,40 @@ class Trainer:
                 "Easier or harder prompts, more samples per prompt or a finer reward would help"
             )
 
+    def _warn_of_rewards(self, step: int) -> None:
+        for status, error in self.log.errors.items():
+            self.reporter.warn(f"step {step}: a reward {status}: {error}")
+
     def _finish(self) -> int:
+        if self.resumed < self.done < self.parts.total_steps:  # fewer steps than planned: this one was the last
+            if self.cfg.trainer.save_freq > 0 and self.done not in self.state.store.steps():
+                self.save(self.done)
+            if self.cfg.trainer.test_freq > 0 and self.done % self.cfg.trainer.test_freq:
+                self.validate()
         planned, explicit = self.parts.total_steps, self.cfg.trainer.total_training_steps is not None
         if self.done < planned and (explicit or not self.cfg.algorithm.filter_groups.enable):
             return self._end(1, f"stopped after {self.done} of {planned} planned steps: the data are used up")
         if self.done == 0:
-            return self._end(1, "no step was done: the data hold no batch")
-        target = self.folder / "huggingface"
-        shutil.rmtree(target, ignore_errors=True)
-        with publish_folder(target) as folder:
-            save_hf(self.parts.trainer.model, self.parts.tokenizer, folder)
-        return self._end(0, f"{self.done} steps done; the trained model is in {target}")
+            return self._end(1, "no step was done: no group of the data had samples that score differently")
+        self._export()
+        return self._end(0, f"{self.done} steps done; the trained model is in {self.export}")
+
+    def _export(self) -> None:
+        """Write the trained model as a Hugging Face folder; an earlier one goes only when the new one is complete."""
+        new, old = (self.export.with_name(f"{self.export.name}.{what}") for what in ("new", "old"))
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+            with publish_folder(new) as folder:
+                save_hf(self.parts.trainer.model, self.parts.tokenizer, folder)
+            if self.export.is_dir():
+                self.export.rename(old)
+            new.rename(self.export)
+            shutil.rmtree(old, ignore_errors=True)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                f"all {self.done} steps are done, but the trained model cannot be written to {new}: {error}. Make room "
+                "and start again: the run goes on from its last checkpoint"
+            ) from error
 
     def _end(self, code: int, status: str) -> int:
         self.reporter.close(ok=code == 0, status=status)

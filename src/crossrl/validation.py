@@ -10,6 +10,7 @@ import numpy as np
 
 from crossrl.algorithms.groups import pass_at_k
 from crossrl.batch import Batch
+from crossrl.metrics import as_number
 from crossrl.stages.base import At, Stage, apply
 
 
@@ -25,8 +26,8 @@ def validate(rollout: Stage, reward: Stage, batches: Sequence[Batch], step: int)
 
 def outcome(sample: Mapping[str, Any], score: float) -> float:
     """What counts as correct: the verifier's ``acc`` where it returns one, else its score."""
-    acc = sample.get("acc")
-    return float(acc) if isinstance(acc, (bool, int, float)) else score
+    acc = as_number(sample.get("acc"))
+    return score if acc is None else acc
 
 
 def validation_metrics(samples: Batch) -> dict[str, float]:

@@ -120,7 +120,7 @@ class KLController:
         return {"kl_coef": self.kl_coef}
 
     def restored(self, state: Mapping[str, Any]) -> KLController:
-        """This controller with the coefficient of a checkpoint; type, target and horizon stay the config's."""
+        """This controller with the coefficient of a checkpoint; a fixed one, and all else, stays the config's."""
         if set(state) != {"kl_coef"} or not isinstance(state["kl_coef"], (int, float)):
             raise AlgorithmError(f"state of the KL controller: want {{'kl_coef': number}}, found {dict(state)}")
-        return replace(self, kl_coef=float(state["kl_coef"]))
+        return replace(self, kl_coef=float(state["kl_coef"])) if self.type == "adaptive" else self

@@ -222,6 +222,11 @@ def _warnings(c: RunConfig) -> list[str]:
         )
     if rollout.val_kwargs.temperature > 0 and not rollout.val_kwargs.do_sample:
         found.append("validation is greedy: val_kwargs.temperature has no effect while val_kwargs.do_sample=False")
+    if actor.fsdp_config.model_dtype == "bfloat16" and actor.optim.lr < 1e-4:
+        found.append(
+            f"fsdp_config.model_dtype=bfloat16 with optim.lr={actor.optim.lr}: most updates are smaller than the "
+            "spacing of bfloat16 numbers and are lost; use model_dtype=float32 (dtype=bfloat16 for speed on a GPU)"
+        )
     return found + _slow_dtypes(c)
 
 

@@ -70,8 +70,9 @@ class MetricsFile:
             ) from error
 
     def holds(self, step: int, name: str) -> bool:
-        """Whether a line of ``step`` has the metric ``name``."""
-        return self.path.is_file() and any(row["step"] == step and name in row for row in read_metrics(self.path))
+        """Whether a line of ``step`` has a metric whose name begins with ``name``."""
+        rows = read_metrics(self.path) if self.path.is_file() else []
+        return any(row["step"] == step and any(key.startswith(name) for key in row) for row in rows)
 
     def truncate_after(self, step: int) -> list[str]:
         """Move the lines of steps after ``step`` to ``metrics.superseded.jsonl``; return notices for the user.

@@ -102,6 +102,10 @@ class Reporter:
         eta = sum(self._took) / len(self._took) * (self._total - step)
         self._display.step(step, self._total, metrics, metrics.get("timing_s/step", took), eta)
 
+    def validated(self, step: int) -> bool:
+        """Whether metrics.jsonl holds a validation of ``step``."""
+        return any(isinstance(each, MetricsFile) and each.holds(step, "val-core/") for each in self._loggers)
+
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics to metrics.jsonl if a run that was killed after saving did not come to it."""
         for logger in self._loggers:

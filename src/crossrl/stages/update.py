@@ -76,6 +76,7 @@ class Update:
 
     def __call__(self, batch: Batch, at: At) -> Batch:
         state = {"before": self.digest("before")} if self.digest else {}
+        meaning = Meaning(self.plan.temperature, "none", self.engine.name, self.engine.weight_version)
         results: list[StepResult] = []
         first_pass: list[Batch] = []
         for epoch, index in self.plan.mini_batches(batch, at.step):
@@ -84,7 +85,6 @@ class Update:
             results.append(result)
             if epoch == 0:
                 first_pass.append(Batch(mini.sample_id, {"log_probs": result.log_probs}))
-        meaning = Meaning(self.plan.temperature, "none", self.engine.name, self.engine.weight_version)
         self.engine.weight_version = at.step
         if self.digest:
             state["after"] = self.digest("after")

@@ -57,8 +57,7 @@ class FsdpTrainEngine:
         self.model = model
         self.weight_version = weight_version
         self._parameters = dict(distinct_parameters(model))
-        if gradient_checkpointing:
-            self.policy.checkpoint_gradients()
+        self._checkpointing = gradient_checkpointing
         self._autocast = autocast
         self._max_sequences, self._max_tokens = micro_batch_size, max_tokens_per_micro_batch
         if self.policy.device.type == "cpu":
@@ -102,6 +101,10 @@ class FsdpTrainEngine:
     ) -> StepResult:
         """See ``TrainEngine.step``. With everything skipped the optimizer still steps, on zero gradients."""
         optimizer = self._trained()
+        if self._checkpointing:
+            # At every step: whoever shares the model (the rollout engine) may have put it into eval mode, in which
+            # transformers does not checkpoint, silently.
+            self.policy.checkpoint_gradients()
         responses = batch.ragged("response_ids")
         values = np.full(len(responses.values), np.nan, dtype=np.float32)
         micros = self._split(batch, skip)
