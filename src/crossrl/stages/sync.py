@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from crossrl.batch import Batch
 from crossrl.engines.base import RolloutEngine, TrainEngine
+from crossrl.engines.rollout.transaction import manifest_of
 from crossrl.stages.base import At
 
 
@@ -19,7 +20,7 @@ class Sync:
 
     def __call__(self, batch: Batch, at: At) -> Batch:
         weights = dict(self.trainer.named_weights())
-        manifest = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in weights.items()}
+        manifest = manifest_of(weights.items())
         self.engine.begin_update(self.trainer.weight_version, manifest)
         self.engine.load(weights.items())
         digest = self.engine.finish_update()
