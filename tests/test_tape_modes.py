@@ -142,7 +142,7 @@ def test_the_table_is_the_one_of_the_design() -> None:
         "record": ("refuse", "store"),
         "cache": ("load", "store"),
         "replay": ("load", "refuse"),
-        "publish": ("refuse", "store"),
+        "publish": ("load", "store"),
         "follow": ("load", "wait"),
         "verify": ("compare", "refuse"),
     }
@@ -534,9 +534,15 @@ def test_a_wait_has_a_limit_and_says_what_for(tmp_path: Path) -> None:
         run.step(prompts([1]), At(1), "follow")
 
 
-def test_publish_never_overwrites(recorded: Path) -> None:
-    with pytest.raises(RecordExists):
-        Run(recorded).step(prompts([1, 2, 3, 4]), At(1), "publish")
+def test_publish_goes_on_with_what_the_run_has_published_before_and_never_overwrites_it(recorded: Path) -> None:
+    before = {p: p.read_bytes() for p in recorded.rglob("*") if p.is_file()}
+    run = Run(recorded)
+    run.step(prompts([1, 2, 3, 4]), At(1), "publish")
+    run.tape.close()
+    assert run.rollout.calls == 0
+    assert {p: p.read_bytes() for p in recorded.rglob("*") if p.is_file()} == before
+    with pytest.raises(ReplayRefused):
+        Run(recorded).step(prompts([1, 2, 3, 5]), At(1), "publish")
 
 
 def test_a_write_failure_stops_the_run_at_the_next_stage(tmp_path: Path) -> None:

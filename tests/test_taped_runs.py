@@ -375,9 +375,14 @@ READ_AT_LOADING = {
     "trainer.n_gpus_per_node",
     "trainer.nnodes",
     "trainer.resume_from_path",
-    "trainer.share_data",
+    # of an exchange (test_exchange.py) and of the cross-examination
     "trainer.share_data_dir",
-    "trainer.share_data_timeout",
+    "trainer.share_data_heartbeat",
+    "trainer.share_data_keep",
+    "cross.env",
+    "cross.plant",
+    "cross.python",
+    "cross.remote",
 }
 
 

@@ -44,7 +44,7 @@ def publish_text(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp's 0600 would keep colleagues from reading it
+        Path(temporary).chmod(0o666 & ~umask())  # mkstemp's 0600 would keep colleagues from reading it
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -64,10 +64,10 @@ def publish_folder(path: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())
+        temporary.chmod(0o777 & ~umask())
         for folder, _, names in os.walk(temporary):
             for name in names:
-                (Path(folder) / name).chmod(0o666 & ~_umask())  # safetensors writes 0600
+                (Path(folder) / name).chmod(0o666 & ~umask())  # safetensors writes 0600
                 _sync(Path(folder) / name)
             sync_folder(Path(folder))
         temporary.rename(path)
@@ -99,7 +99,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _umask() -> int:
+def umask() -> int:
     """The process's umask; it can only be read by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)

@@ -6,22 +6,30 @@ import contextlib
 import hashlib
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from crossrl import settings
 from crossrl.assemble import Parts
 from crossrl.config.root import RunConfig
+from crossrl.engines.base import EngineState
 from crossrl.models.digest import weights_digest
 from crossrl.report import Reporter
+from crossrl.sharing import IGNORE, open_exchange
 from crossrl.stages.base import At, Stage
 from crossrl.tape.api import Split
+from crossrl.tape.errors import ExchangeError, TapeError
+from crossrl.tape.exchange import WRITER, Exchange
 from crossrl.tape.layout import RunLayout, SkipLayout
 from crossrl.tape.modes import STATEFUL
+from crossrl.tape.record import Record
 from crossrl.tape.space import estimate_bytes
 from crossrl.tape.tape import Tape, TapeOptions
+from crossrl.tape.wait import wait_for
 
 
 class RunTape:
@@ -31,7 +39,12 @@ class RunTape:
     """
 
     def __init__(
-        self, cfg: RunConfig, parts: Parts, folder: Path, tolerance: Mapping[str, float] | None = None
+        self,
+        cfg: RunConfig,
+        parts: Parts,
+        folder: Path,
+        tolerance: Mapping[str, float] | None = None,
+        show: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.cfg, self.parts = cfg, parts
         self.own = RunLayout(Path(cfg.tape.dir) if cfg.tape.dir else folder / "tape")
@@ -44,9 +57,15 @@ class RunTape:
             keep=cfg.tape.keep,
             max_bytes=cfg.tape.max_bytes,
             unstorable="refuse" if cfg.tape.unstorable == "refuse" else "leave_out",
+            wait_s=cfg.trainer.share_data_timeout,
             tolerance=dict(tolerance or {}),
         )
-        self.tape = Tape(self.own, uuid.uuid4().hex, self.fingerprint, options, lambda: parts.trainer.weight_version)
+        facts = {**self._data(), **self._text(), "model": model_config(parts)}
+        self.exchange = open_exchange(cfg, parts, folder, facts, show)
+        self.tape = Tape(
+            self.own, uuid.uuid4().hex, self.fingerprint, options, lambda: parts.trainer.weight_version,
+            self.exchange.wait if self.exchange else wait_for,
+        )  # fmt: skip
 
     def wrap(self, stage: Stage) -> Stage:
         """``stage`` as this run has it taped. Refuses at once where a record has other settings than this run."""
@@ -56,13 +75,43 @@ class RunTape:
             stage = self.tape.wrap(stage, "cache", self.skip_layout())
             if first:
                 self.tape.preflight(stage, first)
+        if self.exchange and stage.name in WRITER and stage is not self.parts.val_rollout:
+            stage = self._shared(stage, self.exchange)
         if not {"all", stage.name} & set(self.cfg.tape.stages):
             return stage
         if mode == "verify" or (mode == "replay" and stage.name not in STATEFUL):
             stage = self.tape.wrap(stage, mode, self.source)
             if first:
                 self.tape.preflight(stage, first)
-        return self.tape.wrap(stage, "record") if self.recording else stage
+        state = self.engine_state if stage.name == "update" and self.cfg.tape.state else None
+        return self.tape.wrap(stage, "record", state=state) if self.recording else stage
+
+    def _shared(self, stage: Stage, exchange: Exchange) -> Stage:
+        """``stage`` published to the other side of an exchange, or taken from there."""
+        mode = "publish" if WRITER[stage.name] == exchange.role else "follow"
+        state, bring = (self.engine_state, self.bring_state) if stage.name == "update" else (None, None)
+        ignore = IGNORE[stage.name] if mode == "follow" else ()
+        return self.tape.wrap(stage, mode, exchange, restore=bring, state=state, ignore=ignore)
+
+    def bring_state(self, record: Record, at: At) -> None:
+        """Put the state of a loaded update into the trainer. Raises ``ExchangeError`` if another one arrives."""
+        tensors, facts = record.state(), record.header.info["state"]
+        kinds = {k: {n: t for n, t in tensors.items() if n.startswith(k)} for k in ("weights/", "optimizer/")}
+        weights, optimizer = ({n[len(k) :]: t for n, t in named.items()} for k, named in kinds.items())
+        self.parts.trainer.load_state(EngineState(weights, optimizer, facts["engine"]))
+        self.digests.forget()
+        for kind, found in self.digests.update("after").items():
+            if found != facts["after"][kind]:
+                raise ExchangeError(
+                    f"{record.path}: after loading it the digest of the {kind} is {found[:16]}..., its run had "
+                    f"{facts['after'][kind][:16]}...: this is not the state that was published"
+                )
+
+    def engine_state(self) -> dict[str, torch.Tensor]:
+        """What goes along with the record of an update: ``weights/NAME`` and ``optimizer/NAME``."""
+        state = self.parts.trainer.state()
+        named = {"weights": state.weights, "optimizer": state.optimizer}
+        return {f"{kind}/{name}": tensor for kind, tensors in named.items() for name, tensor in tensors.items()}
 
     def first_validation(self) -> At | None:
         """Of the recorded run, before training where it did not validate; None if this run will not validate."""
@@ -85,6 +134,33 @@ class RunTape:
         if self.recording:
             self.tape.start(self.estimate(self.parts.total_steps - done))
             self.tape.set_aside(done or -1)
+        if self.exchange:
+            again = self.exchange.open(done)
+            self.tape.run_id = self.exchange.mine.run_id  # the one that the other side knows
+            if not again:
+                self.tape.forget_calls(self.exchange.label)  # entries are numbered from 0 in every exchange
+            self.saved()
+
+    def saved(self) -> None:
+        """There is a checkpoint: what was before it will not be needed again."""
+        if self.exchange:
+            self.exchange.done_with({stage: self.tape.calls(self.exchange.label, stage) for stage in WRITER})
+
+    def close(self, error: BaseException | None, how: str) -> None:
+        """The run ends: bring all records to the disk, and tell the other side of an exchange. Raises ``TapeError``."""
+        try:
+            if error is None:
+                self.tape.close()
+            else:  # what was recorded before the failure is what one wants to see
+                with contextlib.suppress(TapeError):
+                    self.tape.close()
+        except TapeError as failure:
+            error = failure
+            raise
+        finally:
+            if self.exchange:
+                reason = how if error is None else str(error) or type(error).__name__
+                self.exchange.close("finished" if error is None else "failed", reason)
 
     def set_aside_validation(self, step: int) -> None:
         """Move the records of a validation that a kill interrupted; it is done again."""
@@ -119,12 +195,8 @@ class RunTape:
         cfg, arr = self.cfg, self.cfg.actor_rollout_ref
         model = {"config": model_config(self.parts), "dtype": arr.actor.fsdp_config.dtype}
         if stage == "rollout":
-            return {
-                **(self._training() if split == "train" else self._validation()),
-                "tokenizer": {"digest": tokenizer_digest(self.parts.tokenizer)},
-                "chat_template": {"digest": template_digest(self.parts, cfg)},
-                "model": model, "weights": self.digests.weights(),
-            }  # fmt: skip
+            split_settings = self._training() if split == "train" else self._validation()
+            return {**split_settings, **self._text(), "model": model, "weights": self.digests.weights()}
         if stage == "reward":
             return {"reward": {"code": self.parts.scorer.digest, "overlong_buffer": asdict(cfg.reward.overlong_buffer)}}
         if stage in ("old_log_prob", "ref_log_prob"):
@@ -145,7 +217,16 @@ class RunTape:
         seed, sampling = settings.seed_of(rollout.seed, cfg), asdict(settings.training_sampling(cfg))
         return {
             "rollout": {"engine": rollout.name, "seed": seed, "n": rollout.n, **sampling},
-            "data": {"train_batch_size": cfg.data.train_batch_size, "digest": self.parts.train_data.digest},
+            **self._data(),
+        }
+
+    def _data(self) -> dict[str, Any]:
+        return {"data": {"train_batch_size": self.cfg.data.train_batch_size, "digest": self.parts.train_data.digest}}
+
+    def _text(self) -> dict[str, Any]:
+        return {
+            "tokenizer": {"digest": tokenizer_digest(self.parts.tokenizer)},
+            "chat_template": {"digest": template_digest(self.parts, self.cfg)},
         }
 
     def _validation(self) -> Mapping[str, Any]:
@@ -178,6 +259,10 @@ class Digests:
             return {"weights": self.weights()}
         return {"weights": self.weights(), "optimizer": weights_digest(self._parts.trainer.state().optimizer.items())}
 
+    def forget(self) -> None:
+        """The weights were replaced without a new version of their own."""
+        self._weights = None
+
     def reference(self) -> str:
         """Of the reference weights, which never change."""
         engine = self._parts.reference
@@ -188,7 +273,8 @@ class Digests:
 
 def wanted(cfg: RunConfig) -> bool:
     """Whether this run needs a tape at all."""
-    return cfg.tape.mode != "off" or cfg.actor_rollout_ref.rollout.skip_rollout
+    skips, shares = cfg.actor_rollout_ref.rollout.skip_rollout, cfg.trainer.share_data is not None
+    return cfg.tape.mode != "off" or skips or shares
 
 
 def step_range(text: str | None) -> frozenset[int] | None:

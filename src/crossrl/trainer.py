@@ -29,7 +29,6 @@ from crossrl.report import Reporter, Sample
 from crossrl.resume import RunState
 from crossrl.stages.base import ORDER, At, Stage, apply
 from crossrl.stages.checkpoint import Checkpoint
-from crossrl.tape.errors import TapeError
 from crossrl.taping import RunTape
 from crossrl.validation import validate
 
@@ -44,7 +43,8 @@ class Trainer:
     """One run of ``loaded``; ``fit`` returns the exit code.
 
     ``reporter`` is told everything that a person should see. ``wrap`` is put around every stage: the seam at which
-    a stage is watched, replaced or interrupted from outside. ``tolerance``: for tape mode verify, field to absolute
+    a stage is watched, replaced or interrupted from outside. ``plant``: changes the parts before the stages are taped
+    (``crossrl.cross.faults``). ``tolerance``: for tape mode verify, field to absolute
     difference that passes. A run is determined by its configuration and its input files: killed at any point and
     started again, it ends with the same weights, bit for bit.
     """
@@ -55,13 +55,15 @@ class Trainer:
         reporter: Reporter,
         wrap: Callable[[Stage], Stage] = lambda stage: stage,
         tolerance: Mapping[str, float] | None = None,
+        plant: Callable[[Parts], None] = lambda parts: None,
     ) -> None:
+        self.plant = plant
         self.loaded, self.cfg, self.reporter, self.wrap = loaded, loaded.config, reporter, wrap
         self.tolerance = tolerance or {}
         self.folder = Path(self.cfg.trainer.default_local_dir).expanduser()
         self.export = self.folder / "huggingface"
         self.done, self.resumed, self.without_signal = 0, 0, 0
-        self.log = StepLog()
+        self.log, self.status = StepLog(), ""
         self.tape: RunTape | None = None
         self.parts: Parts
         self.state: RunState
@@ -101,12 +103,13 @@ class Trainer:
             store = CheckpointStore(self.folder, self.cfg.trainer.max_actor_ckpt_to_keep)
             store.clean()
             self.parts = parts = assemble(self.cfg, self.reporter.stage)
+            self.plant(parts)
             self.state = RunState(self.cfg, parts, store)
             try:
                 stages = {**parts.stages, "checkpoint": Checkpoint(self.save, self._save_due)}
                 wraps = [self.wrap]
                 if taping.wanted(self.cfg):
-                    self.tape = RunTape(self.cfg, parts, self.folder, self.tolerance)
+                    self.tape = RunTape(self.cfg, parts, self.folder, self.tolerance, self.reporter.stage)
                     parts.update.digest = self.tape.digests.update
                     wraps.insert(0, self.tape.wrap)
                 for wrap in wraps:
@@ -114,14 +117,13 @@ class Trainer:
                     parts.val_rollout, parts.val_reward = wrap(parts.val_rollout), wrap(parts.val_reward)
                 parts.stages = stages
                 yield
-            except BaseException:
-                if self.tape:  # what was recorded before the failure is what one wants to see
-                    with contextlib.suppress(TapeError):
-                        self.tape.tape.close()
+            except BaseException as error:
+                if self.tape:
+                    self.tape.close(error, "")
                 raise
             else:
                 if self.tape:
-                    self.tape.tape.close()
+                    self.tape.close(None, self.status)
             finally:
                 parts.scorer.close()
 
@@ -173,7 +175,10 @@ class Trainer:
             "metrics": self._metrics(self.log.batch) if self.log.batch is not None else {},
             "tape": self.tape.tape.state() if self.tape else {},
         }
-        return self.state.save(step, self.log.batch, facts)
+        found = self.state.save(step, self.log.batch, facts)
+        if self.tape:
+            self.tape.saved()
+        return found
 
     def restore(self, saved: Saved) -> None:
         self.state.restore(saved)
@@ -306,6 +311,7 @@ class Trainer:
             ) from error
 
     def _end(self, code: int, status: str) -> int:
+        self.status = status
         self.reporter.close(ok=code == 0, status=status)
         return code
 

@@ -77,6 +77,7 @@ def verify(request: Request, reporter: Reporter) -> Verified:
             f"tape.steps='{','.join(map(str, sorted(wanted)))}'", "tape.dir=null", "tape.keep=null",
             "tape.max_bytes=null", "tape.stages=[all]", f"trainer.default_local_dir='{scratch}'",
             "actor_rollout_ref.rollout.skip_rollout=False", "trainer.resume_mode=disable", "trainer.logger=[]",
+            "trainer.share_data=null", "trainer.share_data_keep=null",
             "trainer.rollout_data_dir=null", "trainer.validation_data_dir=null", *request.overrides,
             f"tape.accept={list(dict.fromkeys(accept))}",
         ]  # fmt: skip

@@ -67,6 +67,8 @@ RANGES = {
     "trainer.max_actor_ckpt_to_keep": "[1, inf)",
     "trainer.critic_warmup": "[0, 0]",
     "trainer.share_data_timeout": "(0, inf)",
+    "trainer.share_data_heartbeat": "(0, inf)",
+    "trainer.share_data_keep": "[0, inf)",
     "tape.keep": "[1, inf)",
     "tape.max_bytes": "[1, inf)",
 }

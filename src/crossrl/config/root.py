@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from crossrl.config.actor import ActorConfig
 from crossrl.config.algorithm import AlgorithmConfig
+from crossrl.config.cross import CrossConfig
 from crossrl.config.data import DataConfig
 from crossrl.config.model import ModelConfig
 from crossrl.config.ref import RefConfig
@@ -39,3 +40,4 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tape: TapeConfig = field(default_factory=TapeConfig)
+    cross: CrossConfig = field(default_factory=CrossConfig)

@@ -26,6 +26,9 @@ class TapeConfig:
     replay is not a valid reproduction, and its own record says so."""
     keep: int | None = None
     """Steps kept on disk; older records are deleted. null: all."""
+    state: bool = False
+    """Store weights and optimizer with each update, so that every step can be examined by itself. Three times the
+    model's size in float32 per step: use it with steps or keep."""
     unstorable: str = field(default="leave_out", metadata=allowed("leave_out", "refuse"))
     """What to do with a value that has no place in a record, such as an object in extra_info. leave_out: record the
     rest and say so; refuse: stop."""

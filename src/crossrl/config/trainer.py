@@ -58,8 +58,15 @@ class TrainerConfig:
     critic_warmup: int = 0
     """Must be 0: there is no critic in this version."""
     share_data: str | None = field(default=None, metadata=allowed("ckpt", "rollout"))
-    """Exchange with a second run. Not available in this version."""
+    """Exchange halves with a second, live run. ckpt: this run infers, publishes its rollouts and loads the other's
+    checkpoints instead of training; rollout: it trains on the other's rollouts and publishes its checkpoints."""
     share_data_dir: str = "/tmp/verl/share_data_dir"
-    """Folder of the exchange."""
-    share_data_timeout: float | None = None
-    """Seconds to wait for the other run. null: chosen."""
+    """Folder of the exchange, the same for both runs and for no other; on two machines, a shared one."""
+    share_data_timeout: float = 3600.0
+    """Seconds to wait for one entry of the other run. A run that failed, died or ended is noticed before."""
+    share_data_heartbeat: float = 60.0
+    """Seconds without a sign of life after which the other run counts as dead. On one machine a killed process is
+    noticed at once."""
+    share_data_keep: int | None = None
+    """Entries kept of those that both runs are done with (have a checkpoint after); older ones are removed. null: all
+    are kept, about three times the model's size for each step."""

@@ -18,7 +18,18 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
     problems = check_values(flatten(config))
     if problems:
         return problems, []
-    for part in (_required, _batches, _lengths, _estimator, _correction, _sampling, _validation, _not_yet, _run):
+    for part in (
+        _required,
+        _batches,
+        _lengths,
+        _estimator,
+        _correction,
+        _sampling,
+        _validation,
+        _not_yet,
+        _sharing,
+        _run,
+    ):
         problems += part(config)
     return problems, _warnings(config)
 
@@ -179,10 +190,29 @@ def _not_yet(c: RunConfig) -> list[str]:
             f"actor_rollout_ref.rollout.name={engine} is not available in this version: add "
             "actor_rollout_ref.rollout.name=hf, the embedded engine"
         )
-    if c.trainer.share_data is not None:
+    return problems
+
+
+def _sharing(c: RunConfig) -> list[str]:
+    t, problems = c.trainer, []
+    if t.share_data is None:
+        return []
+    if c.actor_rollout_ref.rollout.skip_rollout:
         problems.append(
-            f"trainer.share_data={c.trainer.share_data}: exchanging data with another run is not available in this "
-            "version; remove it"
+            f"trainer.share_data={t.share_data} with actor_rollout_ref.rollout.skip_rollout=True: both say where "
+            "responses come from. Leave one out"
+        )
+    if c.tape.mode in ("replay", "verify"):
+        problems.append(
+            f"trainer.share_data={t.share_data} with tape.mode={c.tape.mode}: both say where the output of a stage "
+            "comes from. Use tape.mode=record or off"
+        )
+    if t.val_only:
+        problems.append(f"trainer.share_data={t.share_data} with trainer.val_only=True: there is nothing to share")
+    if t.share_data_keep is not None and t.save_freq <= 0:
+        problems.append(
+            f"trainer.share_data_keep={t.share_data_keep} needs trainer.save_freq: an entry is removed once both runs "
+            "have a checkpoint after it, so without checkpoints none ever is"
         )
     return problems
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class Update:
         self.reads: tuple[str, ...] = ("group_id", "prompt_ids", "response_ids", *self.per_token)
 
     def __call__(self, batch: Batch, at: At) -> Batch:
-        state = {"before": self.digest("before")} if self.digest else {}
+        state: dict[str, Any] = {"before": self.digest("before")} if self.digest else {}
         meaning = Meaning(self.plan.temperature, "none", self.engine.name, self.engine.weight_version)
         results: list[StepResult] = []
         first_pass: list[Batch] = []
@@ -88,6 +89,7 @@ class Update:
         self.engine.weight_version = at.step
         if self.digest:
             state["after"] = self.digest("after")
+            state["engine"] = dict(self.engine.state().scalars)
         seen = Batch.concat(first_pass)
         out = seen.take(seen.index_of(batch.sample_id))
         return Batch(

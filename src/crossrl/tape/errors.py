@@ -43,6 +43,14 @@ class TapeFull(TapeError):
     """The disk, or ``tape.max_bytes``, has no room for what is to be recorded."""
 
 
+class ExchangeError(TapeError):
+    """The two sides of an exchange do not fit together, or the folder does not fit this exchange."""
+
+
+class PeerLost(ExchangeError):
+    """The other side of an exchange failed, died, or ended without what this side waits for."""
+
+
 class WaitTimeout(TapeError):
     """A record that another run should publish did not come in time."""
 

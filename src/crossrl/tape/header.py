@@ -22,8 +22,9 @@ from crossrl.tape.values import BadJson, LeftOut, dumps, loads, plain
 
 RECORD_VERSION = 1
 MAX_BYTES = 64 << 20
-TENSORS, COLUMNS, HEADER = "tensors.safetensors", "columns.json", "record.json"
+TENSORS, COLUMNS, STATE, HEADER = "tensors.safetensors", "columns.json", "state.safetensors", "record.json"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_FILES = re.compile("|".join(re.escape(name) for name in (TENSORS, COLUMNS, STATE)))
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _PREFIX = re.compile(rb'\{"digest":"(sha256:[0-9a-f]{64})",\n')
 
@@ -57,7 +58,7 @@ class ReadEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A data file. ``head``: digest of the part that no field's digest covers (the header of the tensor file)."""
+    """A data file. ``head``: digest of what no field's digest covers (tensor file: its header; state: everything)."""
 
     nbytes: int
     head: str | None = None
@@ -164,7 +165,9 @@ def _header(body: dict[str, Any]) -> Header:
         "fields": _entries(body["fields"], "fields", FieldEntry, NAME),
         "reads": _entries(body["reads"], "reads", ReadEntry, NAME),
         "meanings": _entries(body["meanings"], "meanings", Meaning, NAME),
-        "files": _entries(body["files"], "files", FileEntry, re.compile(f"{TENSORS}|{COLUMNS}".replace(".", r"\."))),
+        "files": _entries(
+            body["files"], "files", FileEntry, re.compile(f"{TENSORS}|{COLUMNS}|{STATE}".replace(".", r"\."))
+        ),
         "accepted": _rows(body["accepted"], "accepted", Mismatch),
         "left_out": _rows(body["left_out"], "left_out", LeftOut),
     }
@@ -182,7 +185,7 @@ def _header(body: dict[str, Any]) -> Header:
         _want(all(kinds) and type(entry.weight_version) is int, f"meanings.{name}", asdict(entry))
     for name, entry in parsed["files"].items():
         _want(_count(entry.nbytes) and (entry.head is None or _is_digest(entry.head)), f"files.{name}", asdict(entry))
-        _want((entry.head is not None) == (name == TENSORS), f"files.{name}.head", entry.head)
+        _want((entry.head is not None) == (name in (TENSORS, STATE)), f"files.{name}.head", entry.head)
     return Header(**{f.name: parsed.get(f.name, body[f.name]) for f in fields(Header)})
 
 

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from crossrl.files import file_digest, umask
 from crossrl.tape import digest, tensorfile
 from crossrl.tape.capture import Captured, Reads, Snapshot
 from crossrl.tape.errors import CannotStore, RecordExists
@@ -23,6 +27,7 @@ from crossrl.tape.header import (
     HEADER,
     MAX_BYTES,
     NAME,
+    STATE,
     TENSORS,
     FieldEntry,
     FileEntry,
@@ -37,14 +42,19 @@ TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is to be written: ``header`` with the facts of the call, without fields, reads, files and sample ids."""
+    """What is to be written: ``header`` with the facts of the call, without fields, reads, files and sample ids.
+
+    ``state``: tensors by name that go along (weights, optimizer); not copied, so they must not change until written.
+    """
 
     header: Header
     snapshot: Snapshot
     reads: Mapping[str, Reads] = field(default_factory=dict)
+    state: Mapping[str, torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
+        """Memory that the draft holds; ``state`` belongs to somebody else."""
         return self.snapshot.nbytes + sum(r.marks.nbytes for r in self.reads.values())
 
 
@@ -124,6 +134,8 @@ def _write_files(folder: Path, header_file: BinaryIO, draft: Draft, threads: int
         with (folder / COLUMNS).open("xb") as file:
             fields |= _write_columns(file, texts, threads)
             files[COLUMNS] = FileEntry(_finish(file))
+    if draft.state is not None:
+        files[STATE] = _write_state(folder / STATE, draft.state)
     reads = {
         name: ReadEntry(r.kind, r.dtype, r.digest, digest.number_digest("uint64", r.marks))
         for name, r in draft.reads.items()
@@ -140,6 +152,17 @@ def _write_files(folder: Path, header_file: BinaryIO, draft: Draft, threads: int
         raise CannotStore(f"{HEADER} would have {len(data)} bytes (limit {MAX_BYTES}): record fewer samples per call")
     header_file.write(data)
     return _finish(header_file) + sum(f.nbytes for f in files.values())
+
+
+def _write_state(path: Path, state: Mapping[str, torch.Tensor]) -> FileEntry:
+    try:
+        save_file({name: t.detach().contiguous() for name, t in state.items()}, path)
+    except SafetensorError as error:  # its name for whatever the file system says, a full disk for one
+        raise OSError(str(error)) from error
+    path.chmod(0o666 & ~umask())  # safetensors writes 0600, which would keep colleagues from reading it
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return FileEntry(path.stat().st_size, f"sha256:{file_digest(path)}")
 
 
 def _arrays(columns: Mapping[str, Captured], reads: Mapping[str, Reads]) -> dict[str, np.ndarray]:

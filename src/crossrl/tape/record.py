@@ -3,6 +3,7 @@
     record.json            see ``crossrl.tape.header``
     tensors.safetensors    ragged and number columns (and the marks of what was read), mapped on load
     columns.json           strings and nested values: one JSON map, one column after the other
+    state.safetensors      only with an update whose state goes along: weights and optimizer after it
 
 Every byte is covered by a digest, and no byte is used before its digest is checked. The format is specified in
 ``docs/reference/record-format.md``. Do not change files that a running program has mapped: publish a new folder.
@@ -19,11 +20,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from crossrl.batch import Batch, BatchError, Ragged
+from crossrl.files import file_digest
 from crossrl.tape import digest, tensorfile
 from crossrl.tape.errors import CorruptRecord, RecordMissing
-from crossrl.tape.header import COLUMNS, HEADER, MAX_BYTES, TENSORS, BadHeader, FieldEntry, Header, from_bytes
+from crossrl.tape.header import COLUMNS, HEADER, MAX_BYTES, STATE, TENSORS, BadHeader, FieldEntry, Header, from_bytes
 from crossrl.tape.publish import END, Draft, clean_leftovers, glue, write_record
 from crossrl.tape.tensorfile import Slot
 from crossrl.tape.values import BadJson, loads
@@ -82,8 +87,33 @@ class Record:
             self._checked[key] = values
         return self._checked[key]
 
+    @property
+    def has_state(self) -> bool:
+        return STATE in self.header.files
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The tensors that go along with an update, by name. Raises ``CorruptRecord``, ``RecordMissing`` for none."""
+        path = self.path / STATE
+        if not self.has_state:
+            raise RecordMissing(f"{self.path} was recorded without the state after the update (tape.state=True)")
+        self._compare_state(path)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise CorruptRecord(path, str(error)) from None
+
+    def _compare_state(self, path: Path) -> None:
+        try:
+            found = f"sha256:{file_digest(path)}"
+        except OSError as error:
+            raise CorruptRecord(path, f"cannot be read: {error.strerror}") from None
+        if found != self.header.files[STATE].head:
+            raise CorruptRecord(path, f"digest {found}, expected {self.header.files[STATE].head}")
+
     def check(self) -> None:
         """Check the digest of everything in the record. Raises ``CorruptRecord``."""
+        if self.has_state:
+            self._compare_state(self.path / STATE)
         for name in self.header.fields:
             self.column(name)
         for name in self.header.reads:
@@ -138,7 +168,7 @@ def read_record(path: Path | str, verify: Literal["eager", "lazy"] = "lazy") -> 
     sizes = _list(path)
     header = _read_header(path)
     _check_files(path, header, sizes)
-    maps = {name: _map(path / name, entry.nbytes) for name, entry in header.files.items()}
+    maps = {name: _map(path / name, entry.nbytes) for name, entry in header.files.items() if name != STATE}
     slots = _check_tensors(path / TENSORS, header, maps[TENSORS]) if TENSORS in maps else {}
     _check_layout(path, header, slots)
     _check_columns(path / COLUMNS, header, maps.get(COLUMNS, memoryview(b"")))
@@ -158,7 +188,7 @@ def _list(path: Path) -> dict[str, int]:
         raise RecordMissing(f"no record at {path}") from None
     sizes = {}
     for entry in entries:
-        if entry.name not in (HEADER, TENSORS, COLUMNS):
+        if entry.name not in (HEADER, TENSORS, COLUMNS, STATE):
             raise CorruptRecord(path, f"holds {entry.name!r}, which is no part of a record")
         if not entry.is_file(follow_symlinks=False):
             raise CorruptRecord(path, f"{entry.name} is not a plain file (links are not followed)")

@@ -13,11 +13,14 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from crossrl.batch import Batch
 from crossrl.stages.base import At, Stage
@@ -114,12 +117,16 @@ class Tape:
         layout: Layout | None = None,
         carry: Iterable[str] | None = None,
         restore: Callable[[Record, At], None] | None = None,
+        state: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        ignore: Iterable[str] = (),
     ) -> Stage:
         """``stage`` in ``mode``: the same name, reads and writes (and it reads ``carry``).
 
         ``layout``: where its records lie, if not where the tape's do. ``carry``: fields stored with the output though
         the stage does not write them; by default the prompt's side for ``rollout``. ``restore``: brings the state that
-        goes with a loaded record; a stage that changes state cannot be loaded without.
+        goes with a loaded record; a stage that changes state cannot be loaded without. ``state``: the tensors that are
+        written with each record (they are on the disk when the stage returns). ``ignore``: patterns of keys that may
+        differ between the record that is loaded and this call, such as ``optim.*``.
         """
         found = rule(mode)
         if mode == "live":
@@ -141,7 +148,9 @@ class Tape:
                 layout.label, layout.root,
             )  # fmt: skip
         reads = tuple(dict.fromkeys([*stage.reads, *(f for f in kept if f not in stage.writes)]))
-        return Taped(stage.name, reads, stage.writes, self, stage, mode, found, layout, kept, restore)
+        return Taped(
+            stage.name, reads, stage.writes, self, stage, mode, found, layout, kept, restore, state, tuple(ignore)
+        )  # fmt: skip
 
     def preflight(self, stage: Stage, at: At | None = None) -> None:
         """Refuse now, before anything runs, when the first record that ``stage`` would load has other settings.
@@ -156,7 +165,7 @@ class Tape:
         if path is not None:
             record = read_record(path)
             ignore, now = refuse.NOT_COMPARED.get(stage.name, ()), self.fingerprint(stage.name, at.split)
-            self._accept(path, refuse.settings(record.header.fingerprints, now, ignore))
+            self._accept(path, refuse.settings(record.header.fingerprints, now, ignore), stage.ignore)
 
     def check(self) -> None:
         """Raise ``TapeWriteError`` if a record could not be written. Each taped stage does it before it runs."""
@@ -180,6 +189,15 @@ class Tape:
     def load_state(self, state: Mapping[str, int]) -> None:
         """Go on counting calls where ``state`` was taken."""
         self._calls = {str(k): int(v) for k, v in state.items()}
+
+    def calls(self, label: str, stage: str) -> int:
+        """How many calls of training there were of ``stage`` on layout ``label``."""
+        keys = (k.split("/") for k in self._calls)
+        return sum(self._calls["/".join(k)] for k in keys if (k[0], *k[2:]) == (label, stage, "train"))
+
+    def forget_calls(self, label: str) -> None:
+        """Count the calls on layout ``label`` from 0 again."""
+        self._calls = {k: v for k, v in self._calls.items() if not k.startswith(f"{label}/")}
 
     def set_aside(self, after_step: int) -> Path | None:
         """Move the records of steps after ``after_step`` away, for a run that resumes there and runs them again.
@@ -214,7 +232,9 @@ class Tape:
         try:
             record = read_record(path)
             now = self.fingerprint(taped.name, at.split)
-            self._accept(path, refuse.mismatches(record, taped.name, taped.writes, given, now, loading))
+            # Rollout skip and replay are for training differently on the same responses; an exchange is not.
+            found = refuse.mismatches(record, taped.name, taped.writes, given, now, taped.mode in ("cache", "replay"))
+            self._accept(path, found, taped.ignore)
         except TapeError as error:
             # Marked, so that a command which shows the error when it ends does not show it twice.
             logger.error("%s: could not load from %s: %s", taped.layout.label, path, error, extra={"raised": True})
@@ -245,13 +265,16 @@ class Tape:
             fingerprints=normal(self.fingerprint(taped.name, at.split)), versions=self._versions,
             accepted=tuple(self.accepted),
         )  # fmt: skip
-        draft = Draft(header, snapshot, reads)
+        draft = Draft(header, snapshot, reads, taped.state() if taped.state else None)
         if self._retention is not None and taped.layout is self.layout:
             self._retention.admit(path, draft.nbytes)
         self._labels[path] = taped.layout.label
         self._writer.submit(path, draft)
+        if draft.state is not None:  # live tensors, which the next update changes
+            self._writer.flush()
 
-    def _accept(self, path: Path, found: list[Mismatch]) -> None:
+    def _accept(self, path: Path, found: list[Mismatch], ignore: Sequence[str] = ()) -> None:
+        found = [m for m in found if not (m.acceptable and any(fnmatchcase(m.key, p) for p in ignore))]
         refused = [m for m in found if not (m.acceptable and m.key in self.options.accept)]
         if refused:
             raise ReplayRefused(path, refused)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from crossrl.batch import Batch
 from crossrl.stages.base import At, Stage
@@ -47,6 +49,8 @@ class Taped:
     layout: Layout
     carry: tuple[str, ...]
     restore: Callable[[Record, At], None] | None
+    state: Callable[[], Mapping[str, torch.Tensor]] | None
+    ignore: tuple[str, ...]
 
     def __call__(self, batch: Batch, at: At) -> Batch:
         """The stage's output, from the stage or from its record. Raises ``TapeError`` of the kind that fits."""

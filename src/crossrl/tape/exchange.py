@@ -1,0 +1,331 @@
+"""Exchange of two live runs over a shared folder: entries ``rollout_{i}`` and ``ckpt_{i}``, and the two sides.
+
+The entries are records like any other, made by tape mode ``publish`` and awaited by mode ``follow``; this module says
+where they lie, whether they belong to this exchange, and whether it is any use to go on waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from crossrl.files import dump_json, publish_text, read_json
+from crossrl.stages.base import At
+from crossrl.tape.errors import ExchangeError, PeerLost, TapeError, WaitTimeout
+from crossrl.tape.peers import DOES, OTHER, Desk, Heart, Registration, Role, Watch, boot_id, gone
+from crossrl.tape.record import read_record
+
+logger = logging.getLogger("crossrl.tape")
+
+ENTRY = {"rollout": "rollout", "update": "ckpt"}  # stage to the name of its entries
+WRITER: dict[str, Role] = {"rollout": "ckpt", "update": "rollout"}  # stage to the role that publishes it
+_ENTRY = re.compile(r"(rollout|ckpt)_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this run is in an exchange; kept in the run's own folder (share.json), to be the same after a restart.
+
+    ``first_step``: the step after which the exchange began (0: from the start).
+    """
+
+    run_id: str
+    root: str
+    role: Role
+    first_step: int
+
+    @classmethod
+    def load(cls, path: Path) -> list[Identity]:
+        """All exchanges that the run has been part of."""
+        try:
+            return [cls(**each) for each in read_json(path)]
+        except FileNotFoundError:
+            return []
+        except (ValueError, TypeError) as error:
+            raise ExchangeError(f"{path} is not readable: {error}. Remove it to begin a new exchange") from None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """This run's side of an exchange in ``root``.
+
+    ``home``: the run's own folder. ``agreement``: what must be equal on both sides, by key; with
+    ``weights()``, the digest of the weights at the beginning. ``timeout_s``: limit of a
+    wait for an entry; ``heartbeat_s``: see ``Watch``. ``keep``: how many of the entries that both sides are done with
+    stay (None: all). ``show``: is told what is awaited, for a display.
+    """
+
+    root: Path
+    role: Role
+    home: Path
+    agreement: Mapping[str, Any]
+    weights: Callable[[], str]
+    timeout_s: float
+    heartbeat_s: float
+    keep: int | None = None
+    show: Callable[[str], None] = lambda what: None
+    label: str = "share data"
+    mine: Registration = field(init=False)
+    _peer: str | None = field(init=False, default=None)
+    _desk: Desk = field(init=False)
+    _other: Desk = field(init=False)
+    _watch: Watch = field(init=False)
+    _heart: Heart = field(init=False)
+    _lock: IO[str] = field(init=False)
+    _open: bool = field(init=False, default=False)
+
+    # -- the two ends of the run ------------------------------------------------------------------------------------
+
+    def open(self, step: int) -> bool:
+        """Register. ``step``: training steps that this run has behind it. True: this run was part of it before.
+
+        Raises ``ExchangeError``: the role is taken, the folder holds another exchange, or it cannot be written to.
+        """
+        self.root = self.root.expanduser().absolute()
+        self._desk, self._other = Desk(self.root, self.role), Desk(self.root, OTHER[self.role])
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            again = self._register(step)
+        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+            raise ExchangeError(f"{self.root} (trainer.share_data_dir) cannot be used: {error}") from None
+        except OSError as error:
+            raise ExchangeError(f"{self.root} (trainer.share_data_dir) cannot be written to: {error}") from None
+        self._refuse_strangers()
+        self._watch = Watch(self._other, self.mine.boot, self.heartbeat_s)
+        self._heart = Heart(self._desk, self.mine.session)
+        self._heart.once()
+        self._heart.start()
+        self._open = True
+        self.check()
+        return again
+
+    def close(self, state: str, reason: str) -> None:
+        """Say how the run ended, so that the other side does not wait for it."""
+        if not self._open:
+            return
+        self._open = False
+        self._heart.stop()
+        self.mine = replace(self.mine, state="failed" if state == "failed" else "finished", reason=reason[:2000])
+        try:
+            self._desk.write(self.mine)
+        except (OSError, TapeError) as error:  # the run ends for a reason of its own, which must be seen
+            logger.warning("%s: the other side could not be told how this run ended: %s", self.label, error)
+        finally:
+            self._lock.close()
+
+    def _register(self, step: int) -> bool:
+        path, there = self.home / "share.json", self._desk.read()
+        known = Identity.load(path)
+        me = next((i for i in known if there and (i.run_id, i.role) == (there.run_id, self.role)), None)
+        if there is not None and me is None:
+            raise ExchangeError(self._taken(there))
+        again = me is not None
+        me = me or Identity(uuid.uuid4().hex, str(self.root), self.role, step)
+        self._peer = there.peer if there else None
+        weights = there.agreement.get("weights") if there else self.weights()
+        agreement = {**self.agreement, "weights": weights, "first_step": me.first_step}
+        self.mine = Registration(
+            self.role, me.run_id, uuid.uuid4().hex, socket.gethostname(), boot_id(), os.getpid(),
+            str(self.home.absolute()), datetime.now(UTC).isoformat(timespec="seconds"),
+            json.loads(dump_json(agreement)), self._peer,
+        )  # fmt: skip
+        (self.root / "peers").mkdir(exist_ok=True)
+        self._lock = self._desk.lock()
+        if again:
+            self._desk.write(self.mine)
+            return True
+        # First here: a run that is killed in between must know itself again.
+        publish_text(path, dump_json([asdict(i) for i in (*known, me)]))
+        try:
+            self._desk.claim(self.mine)
+        except FileExistsError:
+            taken = self._desk.read()
+            raise ExchangeError(self._taken(taken) if taken else f"{self._desk.path}: taken at this moment") from None
+        return False
+
+    def _taken(self, there: Registration) -> str:
+        how = {"running": "has not said that it ended", "finished": "has ended", "failed": "has failed"}[there.state]
+        return (
+            f"{self.root} (trainer.share_data_dir) already has a run with trainer.share_data={self.role}: "
+            f"{there.who()}, started {there.started}, which {how}. The two sides have one role each, and every "
+            f"exchange has its own folder: set trainer.share_data={OTHER[self.role]} if this is the other side, choose another "
+            "folder for a new exchange, or remove this one if it is done with"
+        )
+
+    def _refuse_strangers(self) -> None:
+        """Entries that neither side of this exchange has written are left from another one."""
+        other = self._other.read()
+        known = {self.mine.run_id, *([other.run_id] if other else [])}
+        for path in sorted(self.root.iterdir()):
+            if _ENTRY.fullmatch(path.name):
+                found = read_record(path).header.run_id
+                if found not in known:
+                    raise ExchangeError(
+                        f"{path} was written by run {found}, which is no side of this exchange: it is left "
+                        "from an older one. Choose another trainer.share_data_dir, or remove this folder"
+                    )
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def check(self) -> Registration | None:
+        """Raise if this exchange cannot go on; returns the other side, if it is there.
+
+        Raises ``PeerLost`` (it failed or died), ``ExchangeError`` (it differs where it must not, the folder is gone).
+        """
+        if not self._desk.path.exists():
+            raise ExchangeError(gone(self._desk.path, None))
+        if self._heart.failure is not None:
+            raise ExchangeError(self._heart.failure)
+        other = self._other.read()
+        if other is None:
+            if self._peer is not None:
+                raise ExchangeError(gone(self._other.path, None))
+            return None
+        if other.run_id != self._peer:
+            self._bind(other)
+        trouble = self._watch.trouble(other)
+        if trouble:
+            raise PeerLost(f"{trouble}. Start both sides again once that is mended: they go on where they were")
+        return other
+
+    def _bind(self, other: Registration) -> None:
+        if self._peer is not None:
+            raise ExchangeError(f"{gone(self._other.path, other)}; this run's other side was run {self._peer}")
+        if other.peer is not None and other.peer != self.mine.run_id:
+            raise ExchangeError(
+                f"{self.root}: {other.who()} already exchanges data with another run ({other.peer}): two exchanges "
+                "must not use one folder (trainer.share_data_dir)"
+            )
+        different = disagreement(self.mine.agreement, other.agreement)
+        if different:
+            lines = "\n".join(f"  {key}: here {a!r:.200}, there {b!r:.200}" for key, a, b in different)
+            raise ExchangeError(
+                f"this run and {other.who()} differ in what both sides of an exchange must have in common:\n{lines}\n"
+                "Make them equal; docs/reference/exchange.md lists what may differ"
+            )
+        self._peer = other.run_id
+        self.mine = replace(self.mine, peer=other.run_id)
+        self._desk.write(self.mine)
+        logger.info("%s: the other side is %s, run %s", self.label, other.who(), other.run_id)
+
+    def wait(self, path: Path, timeout_s: float, why: str) -> None:
+        """Return when ``path`` is there. For ``Tape``.
+
+        Waits for: the other side to publish ``path``. Unblocked by: its rename into place. Time limit: ``timeout_s``;
+        ends at once, with ``PeerLost``, when the other side failed, died or ended without it.
+        """
+        start = said = shown = time.monotonic()
+        pause = 0.005
+        self._heart.tell(waiting=path.name)
+        while not path.exists():
+            other, now = self.check(), time.monotonic()
+            if other is not None and other.state == "finished" and not path.exists():
+                raise PeerLost(f"{other.who()} ended without {path.name} ({why}): {other.reason}")
+            if later := self._later(path):
+                raise ExchangeError(
+                    f"{path} was removed, since both sides were done with it; {later.name} is there. This run needs it "
+                    "because it began at an earlier checkpoint than it once had: start it at its last one "
+                    "(trainer.resume_mode=auto), or both sides in a new folder"
+                )
+            if now - start > timeout_s:
+                raise WaitTimeout(
+                    f"{path} did not appear within {timeout_s:g} s ({why}; trainer.share_data_timeout): "
+                    f"{self._whom(other)}"
+                )
+            if now - shown >= 1:
+                self.show(f"waiting for {path.name} for {now - start:.0f} s: {self._whom(other)}")
+                shown = now
+            if now - said >= 30:
+                logger.info(
+                    "%s: waiting for %s for %.0f s (%s; limit %g s): %s",
+                    self.label, path, now - start, why, timeout_s, self._whom(other),
+                )  # fmt: skip
+                said = now
+            time.sleep(min(pause, max(0.0, start + timeout_s - now)))
+            pause = min(pause * 1.3, 0.5)
+        self._heart.tell(waiting="")
+
+    def _later(self, path: Path) -> Path | None:
+        kind, _, index = path.name.rpartition("_")
+        found = [p for p in self.root.glob(f"{kind}_*") if p.name[len(kind) + 1 :].isdecimal()]
+        return max((p for p in found if int(p.name[len(kind) + 1 :]) > int(index)), default=None)
+
+    def _whom(self, other: Registration | None) -> str:
+        role = OTHER[self.role]
+        if other is None:
+            return f"the run that {DOES[role]} (trainer.share_data={role}) has not been started in this folder"
+        if self._watch.gone_since_start(other):
+            how = f" ({other.state}: {other.reason})" if other.reason else ""
+            return f"{other.who()} has not been started again{how}"
+        beat = self._other.beat()
+        return f"{other.who()} is at work" + (f" and waits for {beat.waiting}" if beat and beat.waiting else "")
+
+    def done_with(self, calls: Mapping[str, int]) -> None:
+        """This side has a checkpoint after so many calls of each stage and needs no earlier entry again.
+
+        Removes what this side has published and both are done with, but for the last ``keep``.
+        """
+        self._heart.tell(done=calls)
+        other = self._other.beat()
+        if self.keep is None or other is None:
+            return
+        for stage, role in WRITER.items():
+            if role == self.role:
+                last = min(calls.get(stage, 0), other.done.get(stage, 0)) - self.keep
+                for index in range(last - 1, -1, -1):
+                    path = self.root / f"{ENTRY[stage]}_{index}"
+                    if not path.exists():
+                        break
+                    self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        hidden = path.with_name(f".old-{path.name}-{self.mine.session[:8]}")  # whole or not at all, also for a reader
+        with suppress(OSError):
+            path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+        logger.debug("%s: %s removed: both sides are done with it", self.label, path)
+
+    # -- a Layout of the tape ---------------------------------------------------------------------------------------
+
+    def path(self, stage: str, at: At, index: int) -> Path:
+        return self.root / f"{ENTRY[stage]}_{index}"
+
+    def find(self, stage: str, at: At, index: int) -> Path | None:
+        """The entry, if it is there and was written by the side of this exchange that has to. Raises ``TapeError``."""
+        path = self.path(stage, at, index)
+        if self._open:
+            self.check()
+        if not path.exists():
+            return None
+        found, want = read_record(path).header.run_id, self.mine.run_id if WRITER[stage] == self.role else self._peer
+        if found != want:
+            raise ExchangeError(
+                f"{path} was written by run {found}, expected {want}: it does not belong to this exchange. Choose "
+                "another trainer.share_data_dir"
+            )
+        return path
+
+    def describe(self) -> str:
+        names = [m for p in self.root.iterdir() if (m := _ENTRY.fullmatch(p.name))] if self.root.is_dir() else []
+        does = "infers and loads the other's checkpoints" if self.role == "ckpt" else "trains on the other's rollouts"
+        counts = ", ".join(f"{sum(m[1] == kind for m in names)} {kind}" for kind in ("rollout", "ckpt"))
+        return f"this run {does}; folder {self.root} ({counts} entries there)"
+
+
+def disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, value here, value there) where two agreements differ; a key that one side lacks differs."""
+    absent = "(absent)"
+    pairs = ((key, mine.get(key, absent), theirs.get(key, absent)) for key in sorted({*mine, *theirs}))
+    return [(key, a, b) for key, a, b in pairs if a != b]
