@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import sys
 import time
@@ -21,13 +23,16 @@ from pathlib import Path
 import torch
 from resume_cases import KillAt
 
+from crossrl.checkpoint import CheckpointError
 from crossrl.config import load_config
 from crossrl.report import MetricsFile, Reporter
+from crossrl.tape.diff import diff_runs
 from crossrl.tape.errors import TapeError
 from crossrl.trainer import Trainer
 
 STEPS = 4
 LIMIT_S = 60.0  # of everything that must end by itself
+OTHER = {"ckpt": "rollout", "rollout": "ckpt"}
 
 
 def overrides(demo: Path, folder: Path, share: Path | None, role: str | None, *more: str) -> list[str]:
@@ -56,7 +61,7 @@ class Lines(Reporter):
     warn = message
 
 
-def start(demo: Path, folder: Path, share: Path | None, role: str | None, *more: str, kill=None) -> int:
+def start(demo: Path, folder: Path, share: Path | None, role: str | None, *more: str, kill=None, setup=None) -> int:
     """Fork one side; returns its process id. Exit codes: the run's, or 2 with the error's text in FOLDER.error."""
     pid = os.fork()
     if pid:
@@ -66,10 +71,12 @@ def start(demo: Path, folder: Path, share: Path | None, role: str | None, *more:
         with folder.with_name(f"{folder.name}.log").open("a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+            if setup:
+                setup()
             wrap = (lambda s: KillAt(s, *kill[1:]) if s.name == kill[0] else s) if kill else (lambda s: s)
             with Lines(loggers=[MetricsFile(folder / "metrics.jsonl")]) as reporter:
                 code = Trainer(load_config(overrides(demo, folder, share, role, *more)), reporter, wrap).fit()
-    except TapeError as error:
+    except (TapeError, CheckpointError) as error:
         folder.with_name(f"{folder.name}.error").write_text(str(error))
         code = 2
     except BaseException:
@@ -94,6 +101,8 @@ def end(pid: int, limit_s: float = LIMIT_S) -> int | str:
 def outcome(folder: Path) -> dict[str, object]:
     """Digests of everything that a side ended with, and its curve."""
     last = folder / f"global_step_{STEPS}"
+    if not (last / "state.json").is_file():
+        return {"digest": "did not finish"}
     names = ("model/model.safetensors", "optimizer.safetensors")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     same = ("critic/rewards/mean", "actor/loss", "actor/grad_norm", "response_length/mean")
@@ -125,36 +134,154 @@ def error(work: Path, name: str, role: str) -> str:
 
 
 def killed(demo: Path, work: Path, name: str, role: str, after_s: float) -> dict:
-    """Kill one side from outside after so long; see how the other ends; start both again."""
-    other = {"ckpt": "rollout", "rollout": "ckpt"}[role]
+    """Kill one side from outside, so long after both have begun; see how the other ends; start both again."""
+    other = OTHER[role]
     pids = {r: start(demo, work / f"{name}-{r}", work / f"{name}-share", r) for r in ("ckpt", "rollout")}
+    for r in pids:
+        appears(work / f"{name}-share" / "peers" / f"{r}.json")
     time.sleep(after_s)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pids[role], signal.SIGKILL)
     begin = time.monotonic()
     first = {role: end(pids[role]), other: end(pids[other])}
-    took = time.monotonic() - begin
-    reason = error(work, name, other)
+    took, reason = time.monotonic() - begin, error(work, name, other)
     again = pair(demo, work, name, order=(other, role))
-    return {"role": role, "first": first, "took_s": took, "reason": reason, "again": again, **ends(work, name)}
+    left = [p.name for p in (work / f"{name}-share").glob(".*")]
+    return {
+        "role": role, "first": first, "took_s": took, "reason": reason, "again": again, "left": left,
+        **ends(work, name),
+    }  # fmt: skip
+
+
+def appears(path: Path) -> None:
+    stop = time.monotonic() + LIMIT_S
+    while not path.exists():
+        if time.monotonic() > stop:
+            raise TimeoutError(f"{path} did not appear")
+        time.sleep(0.005)
+
+
+def disturbed(demo: Path, work: Path, name: str, role: str, disturb, more=(), hook=None) -> dict:
+    """Start both sides; once ``rollout_1`` is there call ``disturb(pid of role, share folder)``; see how they end."""
+    share = work / f"{name}-share"
+    pids = {}
+    for r in ("ckpt", "rollout"):
+        pids[r] = start(demo, work / f"{name}-{r}", share, r, *more, setup=hook if r == role else None)
+    appears(share / "rollout_1")
+    disturb(pids[role], share)
+    codes = {r: end(pids[r]) for r in (OTHER[role], role)}
+    return {"codes": codes, "errors": {r: error(work, name, r) for r in codes}}
+
+
+def again(demo: Path, work: Path, name: str) -> dict:
+    return {"again": pair(demo, work, name), **ends(work, name)}
+
+
+def no_room() -> None:
+    """Every file above 600 kB fails, as on a full disk; the state of the tiny model is 1.3 MB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+
+
+def an_hour_ahead() -> None:
+    now = time.time
+    time.time = lambda: now() + 3600
+
+
+def stop_forever(pid: int, share: Path) -> None:
+    """The other side sees no sign of life; once it has ended, so that this can end as well, nothing stops it."""
+    os.kill(pid, signal.SIGSTOP)
+    if os.fork() == 0:
+        time.sleep(20)
+        os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def disturbances(demo: Path, work: Path) -> dict[str, object]:
+    out: dict[str, object] = {}
+    beat = ["trainer.share_data_heartbeat=3"]
+    out["stopped"] = disturbed(demo, work, "stopped", "rollout", stop_forever, beat)
+    out["interrupted"] = disturbed(demo, work, "interrupted", "ckpt", lambda pid, share: os.kill(pid, signal.SIGINT))
+    out["vanished"] = disturbed(
+        demo, work, "vanished", "ckpt", lambda pid, share: share.rename(share.with_name("elsewhere"))
+    )
+    (work / "elsewhere").rename(work / "vanished-share")
+    out["vanished"] |= again(demo, work, "vanished")
+    pids = {r: start(demo, work / f"full-{r}", work / "full-share", r, setup=no_room if r == "rollout" else None)
+            for r in ("ckpt", "rollout")}  # fmt: skip
+    out["full"] = {
+        "codes": {r: end(pid) for r, pid in pids.items()},
+        "errors": {r: error(work, "full", r) for r in pids},
+    }
+    out["full"] |= again(demo, work, "full")
+    pids = {r: start(demo, work / f"skew-{r}", work / "skew-share", r, setup=an_hour_ahead if r == "ckpt" else None)
+            for r in ("ckpt", "rollout")}  # fmt: skip
+    out["skew"] = {"codes": {r: end(pid) for r, pid in pids.items()}, **ends(work, "skew")}
+    keep = ["trainer.share_data_keep=1", "trainer.save_freq=1"]
+    out["keep"] = {"codes": pair(demo, work, "keep", more=keep), **ends(work, "keep")}
+    out["keep"]["left"] = sorted(p.name for p in (work / "keep-share").iterdir())
+    return out
+
+
+def refusals(demo: Path, work: Path) -> dict[str, object]:
+    """Exit codes and errors of sides that must not start, or not together."""
+    out: dict[str, object] = {}
+
+    def two(name: str, roles: tuple[str, str], second: list[str], share: Path | None = None) -> None:
+        share, limit = share or work / f"{name}-share", ["trainer.share_data_timeout=20"]
+        first = start(demo, work / f"{name}-1", share, roles[0], *limit)
+        time.sleep(0.3)
+        other = start(demo, work / f"{name}-2", share, roles[1], *limit, *second)
+        codes = [end(other), end(first)]
+        texts = [error(work, name, "2"), error(work, name, "1")]
+        out[name] = {"codes": codes, "errors": texts}
+
+    two("seed", ("ckpt", "rollout"), ["trainer.seed=2"])
+    two("several", ("ckpt", "rollout"), ["actor_rollout_ref.rollout.n=2", "data.max_response_length=4"])
+    two("data", ("rollout", "ckpt"), [f"data.train_files={demo}/val.parquet"])
+    two("model", ("ckpt", "rollout"), ["actor_rollout_ref.model.override_config.rms_norm_eps=1e-3"])
+    two("training", ("ckpt", "rollout"), ["actor_rollout_ref.actor.optim.lr=2e-3", "algorithm.adv_estimator=rloo"])
+    # Where pair-share holds a finished exchange: its own sides have nothing to do, others are refused.
+    for name, role in (("old", "ckpt"), ("older", "rollout")):
+        pid = start(demo, work / f"{name}-1", work / "pair-share", role)
+        out[name] = {"codes": [end(pid)], "errors": [error(work, name, "1")]}
+    # Entries without their registration, as someone leaves them who removes half of a folder.
+    shutil.copytree(work / "pair-share", work / "half-share")
+    shutil.rmtree(work / "half-share" / "peers")
+    pid = start(demo, work / "half-1", work / "half-share", "ckpt")
+    out["half"] = {"codes": [end(pid)], "errors": [error(work, "half", "1")]}
+    # A third run, while a pair is at work.
+    pids = [start(demo, work / f"third-{r}", work / "third-share", r) for r in ("ckpt", "rollout")]
+    appears(work / "third-share" / "rollout_0")
+    third = start(demo, work / "third-3", work / "third-share", "rollout")
+    out["third"] = {"codes": [end(third), *map(end, pids)], "errors": [error(work, "third", "3")]}
+    (work / "file").write_text("")
+    pid = start(demo, work / "file-1", work / "file", "ckpt")
+    out["file"] = {"codes": [end(pid)], "errors": [error(work, "file", "1")]}
+    return out
 
 
 def main() -> None:
     demo, work, kills = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    results: dict[str, object] = {"alone": end(start(demo, work / "alone", None, None)), "kills": []}
+    tape = ["tape.mode=record"]
+    results: dict[str, object] = {"alone": end(start(demo, work / "alone", None, None, *tape)), "kills": []}
     results["straight"] = outcome(work / "alone")
-    began = time.monotonic()
-    results["pair"] = {"codes": pair(demo, work, "pair"), **ends(work, "pair")}
-    length_s = time.monotonic() - began
+    results["pair"] = {"codes": pair(demo, work, "pair", more=tape), **ends(work, "pair")}
+    ends_at = (work / "pair-share" / "peers" / "ckpt.json").stat().st_mtime  # when it said that it had ended
+    length_s = ends_at - (work / "pair-share" / "peers" / "ckpt.lock").stat().st_mtime
+    results["tapes"] = {r: diff_runs(work / "alone", work / f"pair-{r}").text() for r in ("ckpt", "rollout")}
     late = pair(demo, work, "late", order=("rollout", "ckpt"), delay_s=1.5)
     results["late"] = {"codes": late, **ends(work, "late")}
+    results["disturbed"], results["refused"] = disturbances(demo, work), refusals(demo, work)
     draw = random.Random(7)
     for i in range(kills):
-        role = ("ckpt", "rollout")[i % 2]
-        found = killed(demo, work, f"kill{i}", role, draw.uniform(0.02, 1.05) * length_s)
+        found = killed(demo, work, f"kill{i}", ("ckpt", "rollout")[i % 2], draw.uniform(0.0, 1.1) * length_s)
         results["kills"].append(found)
         print(i, found["first"], f"{found['took_s']:.1f}", found["reason"][:150], found["again"], file=sys.stderr)
+        if not all(found[r] == results["straight"] for r in ("ckpt", "rollout")):
+            for path in sorted(work.glob(f"kill{i}-*.log")):
+                print(path, path.read_text()[-3000:], sep="\n", file=sys.stderr)
     print(json.dumps(results))
 
 

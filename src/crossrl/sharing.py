@@ -95,11 +95,11 @@ def open_exchange(
 def agreement(cfg: RunConfig, parts: Parts, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What the other side must have too: keys of the configuration, and facts."""
     keys = {key: value for key, value in flatten(cfg).items() if not may_differ(key)}
-    model = {f"model.{k}": v for k, v in flat(facts["model"]).items() if k.split(".")[-1] not in _NOT_THE_MODEL}
+    known = {k: v for k, v in flat(facts).items() if k.split(".")[-1] not in _NOT_THE_MODEL}
     if cfg.algorithm.filter_groups.enable:  # then rewards decide what is generated
         keys["reward.code"] = parts.scorer.digest
     return {
-        **keys, **model, **{k: v for k, v in facts.items() if k != "model"}, "total_steps": parts.total_steps,
+        **keys, **known, "total_steps": parts.total_steps,
         "rollout.fields": list(parts.stages["rollout"].writes), "record_version": RECORD_VERSION,
     }  # fmt: skip
 

@@ -22,7 +22,7 @@ from crossrl.report import Reporter
 from crossrl.sharing import IGNORE, open_exchange
 from crossrl.stages.base import At, Stage
 from crossrl.tape.api import Split
-from crossrl.tape.errors import ExchangeError, TapeError
+from crossrl.tape.errors import ExchangeError, PeerLost, TapeError
 from crossrl.tape.exchange import WRITER, Exchange
 from crossrl.tape.layout import RunLayout, SkipLayout
 from crossrl.tape.modes import STATEFUL
@@ -159,7 +159,7 @@ class RunTape:
             raise
         finally:
             if self.exchange:
-                reason = how if error is None else str(error) or type(error).__name__
+                reason = how if error is None else error.trouble if isinstance(error, PeerLost) else reason_of(error)
                 self.exchange.close("finished" if error is None else "failed", reason)
 
     def set_aside_validation(self, step: int) -> None:
@@ -236,6 +236,10 @@ class RunTape:
             "rollout": {"engine": rollout.name, "seed": seed, "val": {"n": rollout.val_kwargs.n, **sampling}},
             "data": {"val_digest": data.digest if data else None},
         }
+
+
+def reason_of(error: BaseException) -> str:
+    return str(error) or ("stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
 
 
 class Digests:

@@ -48,7 +48,11 @@ class ExchangeError(TapeError):
 
 
 class PeerLost(ExchangeError):
-    """The other side of an exchange failed, died, or ended without what this side waits for."""
+    """The other side of an exchange failed, died, or ended without what this side waits for: ``trouble``."""
+
+    def __init__(self, trouble: str) -> None:
+        self.trouble = trouble
+        super().__init__(f"{trouble}. Start both sides again once that is mended: they go on where they were")
 
 
 class WaitTimeout(TapeError):

@@ -160,8 +160,8 @@ class Exchange:
         return (
             f"{self.root} (trainer.share_data_dir) already has a run with trainer.share_data={self.role}: "
             f"{there.who()}, started {there.started}, which {how}. The two sides have one role each, and every "
-            f"exchange has its own folder: set trainer.share_data={OTHER[self.role]} if this is the other side, choose another "
-            "folder for a new exchange, or remove this one if it is done with"
+            f"exchange has its own folder: set trainer.share_data={OTHER[self.role]} if this is the other side, choose "
+            "another folder for a new exchange, or remove this one if it is done with"
         )
 
     def _refuse_strangers(self) -> None:
@@ -197,7 +197,7 @@ class Exchange:
             self._bind(other)
         trouble = self._watch.trouble(other)
         if trouble:
-            raise PeerLost(f"{trouble}. Start both sides again once that is mended: they go on where they were")
+            raise PeerLost(trouble)
         return other
 
     def _bind(self, other: Registration) -> None:
@@ -266,7 +266,7 @@ class Exchange:
         role = OTHER[self.role]
         if other is None:
             return f"the run that {DOES[role]} (trainer.share_data={role}) has not been started in this folder"
-        if self._watch.gone_since_start(other):
+        if self._watch.old_news(other):
             how = f" ({other.state}: {other.reason})" if other.reason else ""
             return f"{other.who()} has not been started again{how}"
         beat = self._other.beat()

@@ -191,7 +191,8 @@ class Watch:
         # What was there at the start may be left from before both sides were started again: an end or a death of
         # this session is old news until the session has been seen alive.
         there = desk.read()
-        self._session = self._old = there.session if there else None
+        self._session = there.session if there else None
+        self._old = (there.session, there.state) if there else None
         self._seen: Beat | None = desk.beat()
         self._at = time.monotonic()
 
@@ -199,7 +200,7 @@ class Watch:
         """Why the other side will publish nothing more; None as long as it may."""
         if found.session != self._session:
             self._session, self._at = found.session, time.monotonic()
-        if found.session == self._old and not self._alive(found):
+        if self.old_news(found):
             return None
         self._old = None
         if found.state == "failed":
@@ -213,12 +214,12 @@ class Watch:
             return None if found.state == "finished" else f"{found.who()} died: {dead}"
         return None
 
-    def gone_since_start(self, found: Registration) -> bool:
+    def old_news(self, found: Registration) -> bool:
         """Whether the session is one from before this side was started, with no sign of life since."""
-        return found.session == self._old
-
-    def _alive(self, found: Registration) -> bool:
-        return bool(self._here(found) and self.desk.locked()) or self._moved()
+        if (found.session, found.state) != self._old:
+            return False
+        # A session that has ended stays ended: if the lock is held, its successor is about to register.
+        return found.state != "running" or not ((self._here(found) and self.desk.locked()) or self._moved())
 
     def _here(self, found: Registration) -> bool:
         return found.boot != "" and found.boot == self.boot
