@@ -156,10 +156,22 @@ def test_validation_without_data_is_refused():
     load_config([*BASE, "data.val_files=null"])
 
 
-def test_engines_and_exchange_that_are_not_here_say_what_to_do():
+def test_engines_that_are_not_here_say_what_to_do():
     for name in ("vllm", "sglang"):
         assert f"add {R}.name=hf" in problem(f"{R}.name={name}")
-    assert "trainer.share_data=ckpt" in problem("trainer.share_data=ckpt")
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ([f"{R}.skip_rollout=True"], "both say where responses come from"),
+        (["tape.mode=replay"], "both say where the output of a stage comes from"),
+        (["trainer.val_only=True"], "there is nothing to share"),
+        (["trainer.share_data_keep=1"], "needs trainer.save_freq"),
+    ],
+)
+def test_an_exchange_is_refused_with_what_contradicts_it(keys, why):
+    assert why in problem("trainer.share_data=ckpt", *keys)
 
 
 def test_resume_settings_belong_together():

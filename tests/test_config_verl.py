@@ -18,16 +18,20 @@ from crossrl.config.spellings import ALIASES, VALUES
 ROOT = Path(__file__).parent
 BASE = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=model"]
 # Keys of ours that verl does not have.
-OWN_GROUPS = ("tape.", "reward.overlong_buffer.")
+OWN_GROUPS = ("tape.", "cross.", "reward.overlong_buffer.")
 OWN_KEYS = {
     "algorithm.mask_truncated",
     "actor_rollout_ref.actor.recompute_old_log_prob",
+    "actor_rollout_ref.rollout.own_weights",
     "reward.timeout_s",
     "trainer.seed",
     "trainer.num_threads",
     "trainer.share_data",
     "trainer.share_data_dir",
     "trainer.share_data_timeout",
+    "trainer.share_data_heartbeat",
+    "trainer.share_data_keep",
+    "trainer.stop_after_steps",
 }
 
 
@@ -66,7 +70,6 @@ def test_verls_grpo_launch_script_starts_with_one_override_for_the_engine(tmp_pa
     assert cfg.actor_rollout_ref.model.enable_gradient_checkpointing
     assert cfg.trainer.logger == ["console", "wandb"]
     assert dict(loaded.no_effect) == {
-        "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.actor.fsdp_config.param_offload": False,
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 40,
@@ -186,7 +189,6 @@ def test_no_key_without_effect_is_silent():
         ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", 8),
         ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", True),
         ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", 9000),
-        ("actor_rollout_ref.rollout.dtype", "bfloat16"),
         ("actor_rollout_ref.rollout.calculate_log_probs", False),
         ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"]),
         ("trainer.balance_batch", False),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from models_for_tests import CONFIGS, PLAIN_ONLY, VOCABULARY, reference_log_probs, tiny, wide
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from crossrl.batch import Batch, Ragged
 from crossrl.engines.base import EngineError, Generation, Sampling
@@ -20,7 +20,9 @@ from crossrl.engines.rollout.sampling import choose, uniforms
 from crossrl.engines.rollout.transaction import manifest_of
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.models.digest import weights_digest
-from crossrl.models.loading import distinct_parameters, load_causal_lm, save_hf
+from crossrl.models.loading import distinct_parameters, load_causal_lm, save_hf, tied_names
+from crossrl.stages.base import At
+from crossrl.stages.sync import Sync
 
 EOS = 2
 
@@ -234,6 +236,11 @@ def test_no_requests_give_no_responses() -> None:
 # --- weights ---------------------------------------------------------------------------------------------------
 
 
+def all_names(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Its weights, a tied one under each of its names."""
+    return [(n, p.detach()) for n, p in model.named_parameters(remove_duplicate=False)]
+
+
 def test_an_update_moves_version_and_weights_and_returns_their_digest() -> None:
     engine, other = HfRolloutEngine(tiny(), [EOS]), tiny(seed=5)
     named = [(n, p.detach()) for n, p in distinct_parameters(other)]
@@ -241,7 +248,7 @@ def test_an_update_moves_version_and_weights_and_returns_their_digest() -> None:
     engine.load(named[:3])
     assert engine.weight_version == 0
     engine.load(named[3:])
-    assert engine.finish_update() == weights_digest(named)
+    assert engine.finish_update() == weights_digest(all_names(other))
     out = engine.generate(prompts(), range(12), Sampling(max_tokens=6))
     expected = HfRolloutEngine(other, [EOS]).generate(prompts(), range(12), Sampling(max_tokens=6))
     assert (out.weight_version, out.meaning.weight_version) == (7, 7)
@@ -251,10 +258,91 @@ def test_an_update_moves_version_and_weights_and_returns_their_digest() -> None:
 def test_a_shared_model_is_updated_without_copying() -> None:
     model = tiny()
     engine, trainer = HfRolloutEngine(model, [EOS]), FsdpTrainEngine(model)
-    before = weights_digest(trainer.named_weights())
+    before = weights_digest(all_names(model))
     engine.begin_update(1, manifest_of(trainer.named_weights()))
     engine.load(trainer.named_weights())
     assert engine.finish_update() == before
+
+
+def test_a_declared_cast_is_done_and_any_other_is_refused() -> None:
+    sender = tiny(seed=5)
+    named = [(n, p.detach()) for n, p in distinct_parameters(sender)]
+    engine = HfRolloutEngine(tiny().bfloat16(), [EOS], receives=torch.float32)
+    engine.begin_update(1, manifest_of(named))
+    engine.load(named)
+    held = engine.finish_update()
+    assert held == weights_digest((n, t.bfloat16()) for n, t in all_names(sender))
+    assert held == weights_digest(engine.as_held(dict(all_names(sender))).items())
+    assert engine.cast == "float32 to bfloat16" and not engine.shares(dict(all_names(sender)))
+    already = [(n, t.bfloat16()) for n, t in named]
+    undeclared = HfRolloutEngine(tiny().bfloat16(), [EOS])
+    assert undeclared.cast is None
+    for other, wrong, message in ((engine, already, "bfloat16, the model takes.*float32"),
+                                  (undeclared, named, "float32, the model takes.*bfloat16")):  # fmt: skip
+        other.begin_update(2, manifest_of(wrong))
+        other.load(wrong)
+        with pytest.raises(EngineError, match=message):
+            other.finish_update()
+
+
+def synced(trainer: FsdpTrainEngine, engine: HfRolloutEngine) -> dict[str, Any]:
+    return Sync(trainer, engine, tied_names(trainer.model))(Batch(()), At(1)).info
+
+
+def test_the_record_of_a_sync_says_what_was_sent_and_what_is_held() -> None:
+    model = tiny()
+    trainer = FsdpTrainEngine(model, weight_version=3)
+    expected = weights_digest(all_names(model))
+    count = len(list(distinct_parameters(model)))
+    facts = {"weight_version": 3, "tensors": count, "sent": expected, "held": expected, "cast": None}
+    assert synced(trainer, HfRolloutEngine(model, [EOS])) == {"sync": facts}
+    assert synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS])) == {"sync": facts}
+    half = synced(trainer, HfRolloutEngine(tiny(seed=5).bfloat16(), [EOS], receives=torch.float32))["sync"]
+    assert half["sent"] == half["held"] != expected and half["cast"] == "float32 to bfloat16"
+
+
+@pytest.mark.parametrize("fault", ["tensor", "untied"])
+def test_what_an_engine_holds_instead_of_what_was_sent_is_in_the_record(fault: str) -> None:
+    trainer, engine = FsdpTrainEngine(tiny()), HfRolloutEngine(tiny(seed=5), [EOS])
+    head: Any = engine.policy.model.get_output_embeddings()
+    if fault == "untied":
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    else:
+        wrong = dict(trainer.named_weights())
+        name = next(n for n in wrong if n.endswith("q_proj.weight"))
+        wrong[name] = wrong[name].T.contiguous()
+        load = engine.load
+        engine.load = lambda named: load(wrong.items())  # type: ignore[method-assign]
+    info = synced(trainer, engine)
+    assert info["sync"]["sent"] == weights_digest(all_names(trainer.model)) != info["sync"]["held"]
+    assert "does not hold" in info["warnings"][0]
+
+
+def test_shared_weights_are_hashed_once_and_without_a_record_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def count(named: Any) -> str:
+        hashed.append(1)
+        return weights_digest(named)
+
+    monkeypatch.setattr("crossrl.engines.rollout.hf.weights_digest", count)
+    monkeypatch.setattr("crossrl.stages.sync.weights_digest", count)
+    model = tiny()
+    trainer = FsdpTrainEngine(model)
+    synced(trainer, HfRolloutEngine(model, [EOS]))
+    assert len(hashed) == 1
+    facts = synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS], digest=False))["sync"]
+    assert (facts["sent"], facts["held"], len(hashed)) == ("", "", 1)
+    synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS]))
+    assert len(hashed) == 3
+
+
+def test_a_tied_weight_is_hashed_once_and_counts_under_each_name() -> None:
+    model = tiny()
+    copies = [(n, t.clone()) for n, t in all_names(model)]
+    assert weights_digest(all_names(model)) == weights_digest(copies)
+    other = [(n, t + 1 if n == "lm_head.weight" else t) for n, t in copies]
+    assert weights_digest(other) != weights_digest(copies)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unannounced", "unknown", "twice", "shape", "dtype"])
@@ -299,7 +387,7 @@ def test_a_good_update_after_a_faulty_one_makes_the_engine_usable_again() -> Non
 def test_a_sender_that_overwrites_its_buffer_at_once_does_no_harm() -> None:
     engine, other = HfRolloutEngine(tiny(), [EOS]), tiny(seed=5)
     named = [(n, p.detach()) for n, p in distinct_parameters(other)]
-    expected = weights_digest(named)
+    expected = weights_digest(all_names(other))
     engine.begin_update(1, manifest_of(named))
     for name, tensor in named:
         buffer = tensor.clone()

@@ -61,6 +61,13 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     assert switch_dropout_off(LlamaConfig(attention_dropout=0.1)) == ["attention_dropout"]
 
 
+def test_another_attention_can_be_asked_for_and_a_misspelled_one_is_named(folder: Path) -> None:
+    model = load_causal_lm(folder, override_config={"attn_implementation": "eager"})
+    assert model.config._attn_implementation == "eager" != load_causal_lm(folder).config._attn_implementation
+    with pytest.raises(ModelFolderError, match=r"attn_implementation=eagre: want one of eager, .*sdpa$"):
+        load_causal_lm(folder, override_config={"attn_implementation": "eagre"})
+
+
 def test_a_folder_that_is_not_a_model_is_a_clear_error(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"no such model folder.*local folders only"):
         load_causal_lm(tmp_path / "org" / "name")

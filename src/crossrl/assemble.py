@@ -20,7 +20,7 @@ from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.threads import choose_threads
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.engines.train.optimizer import AdamWSettings
-from crossrl.models.loading import load_causal_lm, load_tokenizer
+from crossrl.models.loading import as_dtype, load_causal_lm, load_tokenizer, tied_names
 from crossrl.rewards.scorer import RewardSpec, Scorer
 from crossrl.stages.advantage import Advantage
 from crossrl.stages.base import Stage
@@ -52,7 +52,7 @@ class Parts:
     scorer: Scorer
     advantage: Advantage
     update: Update
-    sync: Sync
+    sync: Stage
     reference: FsdpTrainEngine | None
     stages: dict[str, Stage]
     val_rollout: Stage
@@ -72,10 +72,7 @@ def assemble(cfg: RunConfig, progress: Progress) -> Parts:
     threads, sentence = pick_threads(cfg, model)
     torch.set_num_threads(threads)
     trainer = train_engine(cfg, model)
-    # The engine shares the trainer's weights: on one process a sync moves the version and copies nothing.
-    engine = HfRolloutEngine(
-        model, eos_token_ids(model, tokenizer), max_num_seqs=arr.rollout.max_num_seqs, digest=False
-    )
+    engine = rollout_engine(cfg, model, tokenizer)
     sources = {*train_data.sources, *(val_data.sources if val_data else {})}
     scorer = make_scorer(cfg, sorted(sources))
     advantage = Advantage(settings.advantage_config(cfg), settings.kl_controller(cfg))
@@ -91,7 +88,7 @@ def assemble(cfg: RunConfig, progress: Progress) -> Parts:
         settings.learning_rate(cfg, total),
         tuple(columns),
     )
-    sync = Sync(trainer, engine)
+    sync = Sync(trainer, engine, tied_names(model))
     val_rollout = Rollout(
         engine,
         tokenizer,
@@ -198,13 +195,12 @@ def device_of(cfg: RunConfig) -> torch.device:
     return torch.device(cfg.trainer.device)
 
 
-def load_model(cfg: RunConfig) -> PreTrainedModel:
-    """Master weights in ``fsdp_config.model_dtype`` (auto: float32)."""
+def load_model(cfg: RunConfig, dtype: str | None = None) -> PreTrainedModel:
+    """The policy as its folder has it, in ``dtype``; None: that of the master weights."""
     keys = cfg.actor_rollout_ref.model
-    dtype = cfg.actor_rollout_ref.actor.fsdp_config.model_dtype
     return load_causal_lm(
         keys.path or "",
-        dtype="float32" if dtype == "auto" else dtype,
+        dtype=dtype or settings.train_dtype(cfg),
         device=device_of(cfg),
         trust_remote_code=keys.trust_remote_code,
         override_config=keys.override_config,
@@ -215,6 +211,27 @@ def autocast_of(cfg: RunConfig) -> torch.dtype | None:
     """Forward and backward in bfloat16 on an accelerator unless float32 is asked for; never on a CPU."""
     dtype = cfg.actor_rollout_ref.actor.fsdp_config.dtype
     return torch.bfloat16 if device_of(cfg).type != "cpu" and dtype in ("auto", "bfloat16") else None
+
+
+def packed_of(cfg: RunConfig) -> bool | None:
+    """For ``Policy``: try the packed form, or do without."""
+    return None if cfg.actor_rollout_ref.model.use_remove_padding else False
+
+
+def rollout_engine(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> HfRolloutEngine:
+    """It shares the trainer's ``model`` if it may: then a sync moves the version and copies nothing."""
+    keys, dtype, trained = cfg.actor_rollout_ref.rollout, settings.rollout_dtype(cfg), settings.train_dtype(cfg)
+    own = keys.own_weights or dtype != trained
+    # Hashing all weights takes a while; it is for the record.
+    recorded = cfg.tape.mode != "off" and bool({"all", Sync.name} & set(cfg.tape.stages))
+    return HfRolloutEngine(
+        load_model(cfg, dtype).requires_grad_(False) if own else model,
+        eos_token_ids(model, tokenizer),
+        max_num_seqs=keys.max_num_seqs,
+        digest=recorded,
+        receives=as_dtype(trained) if dtype != trained else None,
+        packed=packed_of(cfg),
+    )
 
 
 def train_engine(cfg: RunConfig, model: PreTrainedModel) -> FsdpTrainEngine:
@@ -233,6 +250,7 @@ def train_engine(cfg: RunConfig, model: PreTrainedModel) -> FsdpTrainEngine:
         max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu if by_tokens else None,
         gradient_checkpointing=cfg.actor_rollout_ref.model.enable_gradient_checkpointing,
         autocast=autocast_of(cfg),
+        packed=packed_of(cfg),
     )
 
 
@@ -246,6 +264,7 @@ def reference_engine(cfg: RunConfig) -> FsdpTrainEngine:
         micro_batch_size=None if by_tokens else ref.log_prob_micro_batch_size_per_gpu,
         max_tokens_per_micro_batch=ref.log_prob_max_token_len_per_gpu if by_tokens else None,
         autocast=autocast_of(cfg),
+        packed=packed_of(cfg),
     )
 
 

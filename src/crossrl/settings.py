@@ -22,6 +22,18 @@ def seed_of(key: int | None, cfg: RunConfig) -> int:
     return cfg.trainer.seed if key is None else key
 
 
+def train_dtype(cfg: RunConfig) -> str:
+    """Of the weights that the optimizer updates: ``fsdp_config.model_dtype`` (auto: float32)."""
+    dtype = cfg.actor_rollout_ref.actor.fsdp_config.model_dtype
+    return "float32" if dtype == "auto" else dtype
+
+
+def rollout_dtype(cfg: RunConfig) -> str:
+    """Of the weights that the rollout engine computes with (auto: the trainer's)."""
+    dtype = cfg.actor_rollout_ref.rollout.dtype
+    return train_dtype(cfg) if dtype == "auto" else dtype
+
+
 def optimizer_steps(cfg: RunConfig) -> int:
     """Optimizer steps per training step."""
     actor = cfg.actor_rollout_ref.actor

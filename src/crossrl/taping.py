@@ -216,9 +216,13 @@ class RunTape:
         cfg, rollout = self.cfg, self.cfg.actor_rollout_ref.rollout
         seed, sampling = settings.seed_of(rollout.seed, cfg), asdict(settings.training_sampling(cfg))
         return {
-            "rollout": {"engine": rollout.name, "seed": seed, "n": rollout.n, **sampling},
+            "rollout": {**self._engine(), "seed": seed, "n": rollout.n, **sampling},
             **self._data(),
         }
+
+    def _engine(self) -> dict[str, Any]:
+        rollout = self.cfg.actor_rollout_ref.rollout
+        return {"engine": rollout.name, "dtype": rollout.dtype}
 
     def _data(self) -> dict[str, Any]:
         return {"data": {"train_batch_size": self.cfg.data.train_batch_size, "digest": self.parts.train_data.digest}}
@@ -233,7 +237,7 @@ class RunTape:
         cfg, rollout, data = self.cfg, self.cfg.actor_rollout_ref.rollout, self.parts.val_data
         seed, sampling = settings.seed_of(rollout.seed, cfg), asdict(settings.validation_sampling(cfg))
         return {
-            "rollout": {"engine": rollout.name, "seed": seed, "val": {"n": rollout.val_kwargs.n, **sampling}},
+            "rollout": {**self._engine(), "seed": seed, "val": {"n": rollout.val_kwargs.n, **sampling}},
             "data": {"val_digest": data.digest if data else None},
         }
 

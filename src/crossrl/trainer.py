@@ -91,9 +91,14 @@ class Trainer:
             if self.cfg.trainer.val_before_train and self.done == 0:
                 self.validate()
             sampler = self.sampler()
-            while self.done < total and self.step(sampler):
+            stop = min(total, self.cfg.trainer.stop_after_steps or total)
+            while self.done < stop and self.step(sampler):
                 if self._due(self.cfg.trainer.test_freq, self.done):
                     self.validate()
+            if self.done == stop < total:
+                if self.done not in self.state.store.steps():
+                    self.save(self.done)
+                return self._end(0, f"stopped after {stop} of {total} planned steps (trainer.stop_after_steps)")
             return self._finish()
 
     @contextlib.contextmanager

@@ -12,7 +12,20 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-COMMANDS = ("train_command", "demo", "model", "verify", "diff", "inspect")
+COMMANDS = (
+    "train_command",
+    "demo",
+    "model",
+    "verify",
+    "diff",
+    "inspect",
+    "report",
+    "cross",
+    "examine",
+    "probe",
+    "faults",
+    "verdict",
+)
 
 DESCRIPTION = """\
 RL post-training whose every stage can be recorded, replayed, swapped with another run's, and cross-examined.

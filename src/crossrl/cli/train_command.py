@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from crossrl.assemble import Parts
     from crossrl.config import LoadedConfig
     from crossrl.report import Reporter
 
@@ -81,6 +84,7 @@ def train(overrides: list[str], config_name: str | None = None, config_path: str
     from crossrl.config import load_config
 
     loaded = load_config(overrides, config_name, config_path)
+    loaded, plant = planting(loaded)
     with open_reporter(loaded) as reporter:
         reporter.stage("loading PyTorch")
         import transformers
@@ -90,7 +94,22 @@ def train(overrides: list[str], config_name: str | None = None, config_path: str
             prepare_demo(loaded, reporter)
         from crossrl.trainer import Trainer
 
-        return Trainer(loaded, reporter).fit()
+        return Trainer(loaded, reporter, plant=plant).fit()
+
+
+def planting(loaded: LoadedConfig) -> tuple[LoadedConfig, Callable[[Parts], None]]:
+    """What puts the faults of ``cross.plant`` into the run, and the configuration with a warning that they are there.
+
+    Raises ``FaultError``, before anything is loaded, for a fault that does not exist or would have no effect.
+    """
+    text = loaded.config.cross.plant
+    if not text:
+        return loaded, lambda parts: None
+    from crossrl.cross import faults
+
+    warning = faults.warning(faults.chosen(text, loaded.config))
+    loaded = dataclasses.replace(loaded, warnings=(*loaded.warnings, warning))
+    return loaded, functools.partial(faults.plant, text, cfg=loaded.config)
 
 
 def open_reporter(loaded: LoadedConfig) -> Reporter:

@@ -18,5 +18,8 @@ class ModelConfig:
     """Jinja chat template used instead of the tokenizer's."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    use_remove_padding: bool = True
+    """Training and sampling in packed form, without padding, where a check at the start finds that it gives the model's
+    own log-probs. False: the model's own forward pass and generate, padded, with its own attention."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Entries of the model's config.json to replace, such as {attn_implementation: eager}."""

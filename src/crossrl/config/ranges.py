@@ -59,6 +59,7 @@ RANGES = {
     "algorithm.filter_groups.max_num_gen_batches": "[0, inf)",
     "trainer.total_epochs": "[1, inf)",
     "trainer.total_training_steps": "[1, inf)",
+    "trainer.stop_after_steps": "[1, inf)",
     "trainer.seed": "[0, inf)",
     "trainer.num_threads": "[1, inf)",
     "trainer.nnodes": "[1, inf)",

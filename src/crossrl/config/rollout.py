@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import II
 
+from crossrl.config.actor import DTYPES
 from crossrl.config.fields import allowed
 
 ENGINES = ("hf", "vllm", "sglang")
@@ -31,6 +32,12 @@ class ValSamplingConfig:
 class RolloutConfig:
     name: str = field(default="hf", metadata=allowed(*ENGINES))
     """Engine. hf: embedded, any device. vllm and sglang are not available in this version."""
+    dtype: str = field(default="auto", metadata=allowed(*DTYPES))
+    """Data type that the engine computes in. auto: the trainer's own weights, without a copy. Another one than
+    fsdp_config.model_dtype: the engine holds a copy, and each sync casts."""
+    own_weights: bool = False
+    """The embedded engine holds a copy of the weights, as an engine in another process does, also where it could use
+    the trainer's: one model more in memory, and a sync copies. Not a key of verl's."""
     n: int = 8
     """Responses per prompt: the size of a group."""
     temperature: float = 1.0

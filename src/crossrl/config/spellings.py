@@ -34,6 +34,7 @@ _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}
 VALUES: dict[str, dict[Any, Any]] = {
     f"{_ACTOR}.fsdp_config.model_dtype": _DTYPES,
     f"{_ACTOR}.fsdp_config.dtype": _DTYPES,
+    f"{_ROLLOUT}.dtype": {**_DTYPES, None: "auto"},
     f"{_ROLLOUT}.top_k": {0: -1},  # verl's HF rollout turns it off with 0
     f"{_ROLLOUT}.val_kwargs.top_k": {0: -1},
     f"{_ACTOR}.optim.lr_warmup_steps": {None: -1},

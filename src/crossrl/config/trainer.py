@@ -13,6 +13,9 @@ class TrainerConfig:
     """Passes over the training data."""
     total_training_steps: int | None = None
     """Training steps, whatever total_epochs says. null: as many as the epochs have."""
+    stop_after_steps: int | None = None
+    """Stop after this step, with a checkpoint, though more are planned; schedules keep their length, and started again
+    without this the run goes on. null: do not. Not a key of verl's."""
     seed: int = 1
     """The one seed of the run; each consumer derives its own from it. Not a key of verl's."""
     device: str = field(default="auto", metadata=allowed("auto", "cpu", "cuda"))

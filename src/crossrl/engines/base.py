@@ -85,7 +85,21 @@ class RolloutEngine(Protocol):
         ...
 
     def finish_update(self) -> str:
-        """Check that all announced tensors came, move ``weight_version``, return the digest of what is held."""
+        """Check that all announced tensors came, move ``weight_version``, return the digest of what is held (under all
+        names, a tied weight under each of its own)."""
+        ...
+
+    @property
+    def cast(self) -> str | None:
+        """How received weights are cast, such as "float32 to bfloat16"; None: they are held as they come."""
+        ...
+
+    def as_held(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``named`` after that cast."""
+        ...
+
+    def shares(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these very tensors are what it computes with, so that nothing can differ."""
         ...
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+OWN_ATTENTION = "crossrl"  # of the packed form (``models/attention.py``), which needs more than a name
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -147,6 +149,12 @@ def _own_storage(model: torch.nn.Module) -> None:
 
 def _override(config: Any, changes: Mapping[str, Any], folder: Path) -> None:
     for key, value in changes.items():
+        if key == "attn_implementation":  # a key of config.json under which transformers keeps no attribute
+            valid = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()} - {OWN_ATTENTION, "paged|eager"})
+            if value not in valid:
+                raise ModelFolderError(f"override_config.attn_implementation={value}: want one of {', '.join(valid)}")
+            config._attn_implementation = value
+            continue
         if not hasattr(config, key):
             raise ModelFolderError(f"override_config.{key}: the config of {folder} has no such key")
         setattr(config, key, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from crossrl.batch import Meaning, Ragged
 from crossrl.engines.base import EngineError, Generation, Sampling
 from crossrl.engines.rollout.sampling import choose, uniforms
-from crossrl.engines.rollout.transaction import WeightTransaction
+from crossrl.engines.rollout.transaction import WeightTransaction, dtype_name
 from crossrl.models.decode import DecodeCache, Prefill
-from crossrl.models.digest import weights_digest
+from crossrl.models.digest import same_storage, weights_digest
 from crossrl.models.layout import MIN_ROWS, Group, lay_out
 from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
@@ -52,8 +52,9 @@ class HfRolloutEngine:
     """``RolloutEngine`` for ``model``, which may be the trainer's own (then a weight update copies nothing).
 
     ``eos_token_ids``: sampling one ends a response (and it is part of it). ``max_num_seqs``: responses in the
-    making at once. ``digest``: whether ``finish_update`` hashes the weights (else it returns ""). ``packed``: see
-    ``Policy``; ``notice`` says when the fallback is in use.
+    making at once. ``digest``: whether ``finish_update`` hashes the weights (else it returns ""). ``receives``: the
+    dtype in which weights come, where it is not that of ``model``: they are cast. ``packed``: see ``Policy``;
+    ``notice`` says when the fallback is in use.
     """
 
     name = "hf"
@@ -65,6 +66,7 @@ class HfRolloutEngine:
         *,
         max_num_seqs: int = 256,
         digest: bool = True,
+        receives: torch.dtype | None = None,
         packed: bool | None = None,
         weight_version: int = 0,
     ) -> None:
@@ -73,7 +75,7 @@ class HfRolloutEngine:
         self.policy = Policy(model, packed)
         self.weight_version = weight_version
         self._eos = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.int64, device=self.policy.device)
-        self._max_num_seqs, self._digest = max_num_seqs, digest
+        self._max_num_seqs, self._digest, self._receives = max_num_seqs, digest, receives
         self._held = {n: p.detach() for n, p in distinct_parameters(model)}
         self._update: WeightTransaction | None = None
         self._usable = True
@@ -114,7 +116,7 @@ class HfRolloutEngine:
 
     def begin_update(self, version: int, manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """See ``RolloutEngine``. Until the update has finished, generation is refused."""
-        self._update, self._usable = WeightTransaction(self._held, version, manifest), False
+        self._update, self._usable = WeightTransaction(self._held, version, manifest, self._receives), False
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See ``RolloutEngine``."""
@@ -129,7 +131,29 @@ class HfRolloutEngine:
         update, self._update = self._update, None
         update.finish()
         self.weight_version, self._usable = update.version, True
-        return weights_digest(self._held.items()) if self._digest else ""
+        return weights_digest(self.held()) if self._digest else ""
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What it computes with, live: a tied weight under each of its names, so that one that is no longer tied is
+        seen."""
+        return ((n, p.detach()) for n, p in self.policy.model.named_parameters(remove_duplicate=False))
+
+    def as_held(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``named`` after the declared cast: what it must hold when it has received them."""
+        if self._receives is None:
+            return dict(named)
+        held = dict(self.held())
+        return {name: tensor.to(held[name].dtype) for name, tensor in named.items()}
+
+    def shares(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether it computes with these very tensors, and no others."""
+        held = dict(self.held())
+        return held.keys() == named.keys() and all(same_storage(held[name], named[name]) for name in held)
+
+    @property
+    def cast(self) -> str | None:
+        """The declared cast, such as "float32 to bfloat16"."""
+        return None if self._receives is None else f"{dtype_name(self._receives)} to {dtype_name(self.policy.dtype)}"
 
     def _check(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> None:
         if not self._usable:

@@ -16,20 +16,29 @@ def manifest_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[tu
     return {name: (tuple(t.shape), dtype_name(t)) for name, t in named}
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(what: torch.Tensor | torch.dtype) -> str:
+    """``float32`` for ``torch.float32``, and for a tensor of it."""
+    return str(what.dtype if isinstance(what, torch.Tensor) else what).removeprefix("torch.")
 
 
 class WeightTransaction:
     """One update of ``held`` to ``version``. Problems are collected and raised together by ``finish``.
 
+    ``receives``: the dtype in which all weights come, if it is not the one that is held: the declared cast. Any other
+    difference of dtype is a problem.
+
     A tensor that does not fit is never copied. What was copied before a problem was found stays copied, but the
     version does not move, so the engine must refuse to generate until an update succeeds.
     """
 
-    def __init__(self, held: Mapping[str, torch.Tensor], version: int, manifest: Manifest) -> None:
-        self.version, self._held, self._manifest = version, held, manifest
+    def __init__(
+        self,
+        held: Mapping[str, torch.Tensor],
+        version: int,
+        manifest: Manifest,
+        receives: torch.dtype | None = None,
+    ) -> None:
+        self.version, self._held, self._manifest, self._receives = version, held, manifest, receives
         self._came: set[str] = set()
         self._problems: list[str] = []
         for name in sorted(set(held) - set(manifest)):
@@ -37,11 +46,16 @@ class WeightTransaction:
         for name in sorted(set(manifest) - set(held)):
             self._problems.append(f"{name} was announced but the model has no such weight")
         for name in sorted(set(manifest) & set(held)):
-            want, found = (tuple(held[name].shape), dtype_name(held[name])), manifest[name]
+            want, found = self._want(name), manifest[name]
             if (tuple(found[0]), found[1]) != want:
                 self._problems.append(
-                    f"{name} was announced as {tuple(found[0])} {found[1]}, the model has {want[0]} {want[1]}"
+                    f"{name} was announced as {tuple(found[0])} {found[1]}, the model takes {want[0]} {want[1]}"
                 )
+
+    def _want(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype in which ``name`` must come."""
+        held = self._held[name]
+        return tuple(held.shape), dtype_name(held.dtype if self._receives is None else self._receives)
 
     @torch.no_grad()
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -51,8 +65,8 @@ class WeightTransaction:
                 self._problems.append(f"{name} came twice")
             elif name not in self._manifest or name not in self._held:
                 self._problems.append(f"{name} came without being announced")
-            elif found != (tuple(self._held[name].shape), dtype_name(self._held[name])):
-                self._problems.append(f"{name} came as {found[0]} {found[1]}, the model has another shape or dtype")
+            elif found != (want := self._want(name)):
+                self._problems.append(f"{name} came as {found[0]} {found[1]}, the model takes {want[0]} {want[1]}")
             elif tensor.data_ptr() != self._held[name].data_ptr():  # the trainer's own storage needs no copy
                 self._held[name].copy_(tensor)
             self._came.add(name)

@@ -1,0 +1,134 @@
+"""The catalogue against the tool: each fault planted in one of two equal runs, is it found, and where?
+
+Both runs are recorded for a few steps and examined by each other, in this process; the verdict is compared with what
+the catalogue says. The same for the harmless differences, of which none may be blamed.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from crossrl.config import load_config
+from crossrl.config.load import LoadedConfig
+from crossrl.cross import faults
+from crossrl.cross.examine import examine
+from crossrl.cross.faults.base import Fault, Harmless
+from crossrl.cross.findings import Examination, Verdict
+from crossrl.cross.plan import ARM_KEYS
+from crossrl.cross.verdict import conclude
+from crossrl.report import MetricsFile, Reporter
+from crossrl.report.console import Display, open_display
+from crossrl.trainer import Trainer
+
+STEPS = 3
+SEEDS = (1, 2, 3, 4, 5)
+Run = tuple[LoadedConfig, Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """``keys``: settings of all runs. ``out``: where the runs go, a folder of its own for each case."""
+
+    keys: tuple[str, ...]
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``expected``: part and first step; None for a harmless difference. ``steps_to_verdict``: time of recording and
+    examining up to the first faulty step, both runs, in multiples of one training step; loading is not in it."""
+
+    name: str
+    seed: int
+    verdict: Verdict
+    expected: tuple[str, int] | None
+    steps_to_verdict: float
+    seconds: float
+
+    @property
+    def right_part(self) -> bool:
+        if self.expected is None:
+            return self.verdict.conclusion == "no difference"
+        return self.verdict.conclusion == self.expected[0] and self.verdict.side == "A"
+
+    @property
+    def right_step(self) -> bool:
+        return self.expected is None or self.verdict.step == self.expected[1]
+
+
+def small(demo: Path, out: Path) -> Setup:
+    """The demo's model and data, with few prompts: a step takes a tenth of a second."""
+    return Setup(
+        (
+            f"data.train_files={demo}/train.parquet", "data.train_max_samples=64", "data.train_batch_size=8",
+            "data.max_prompt_length=8", "data.max_response_length=8", f"actor_rollout_ref.model.path={demo}/model",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.rollout.n=8", f"reward.custom_reward_function.path={demo}/sort_reward.py",
+            "reward.num_workers=1", "trainer.total_training_steps=8", "trainer.num_threads=1", "trainer.device=cpu",
+        ),
+        out,
+    )  # fmt: skip
+
+
+def run_faults(setup: Setup, chosen: Sequence[Fault], seed: int = 1) -> Iterator[Outcome]:
+    """One outcome for each fault, as they come."""
+    clean: dict[tuple[str, ...], Run] = {}
+    for fault in chosen:
+        needs = (*fault.needs, f"trainer.seed={seed}")
+        if needs not in clean:
+            clean[needs] = record(setup, f"clean-{len(clean)}-{seed}", needs)
+        planted = record(setup, f"{fault.name}-{seed}", (*needs, f"cross.plant={fault.name}"))
+        expected = (fault.part, fault.first_step())
+        yield compare(fault.name, seed, planted, clean[needs], expected)
+        shutil.rmtree(planted[1])
+
+
+def run_harmless(setup: Setup, chosen: Sequence[Harmless], seeds: Sequence[int] = SEEDS) -> Iterator[Outcome]:
+    """One outcome for each difference and seed, as they come."""
+    for seed in seeds:
+        clean = record(setup, f"clean-{seed}", (f"trainer.seed={seed}",))
+        for each in chosen:
+            other = record(setup, f"{each.name}-{seed}", (f"trainer.seed={seed}", *each.overrides))
+            yield compare(each.name, seed, other, clean, None)
+            shutil.rmtree(other[1])
+
+
+def record(setup: Setup, name: str, keys: Sequence[str]) -> Run:
+    """One run of ``STEPS`` steps, recorded with its states."""
+    folder = setup.out / name
+    shutil.rmtree(folder, ignore_errors=True)
+    arm = [*ARM_KEYS, "tape.mode=record", "tape.state=True", f"trainer.stop_after_steps={STEPS}"]
+    loaded = load_config([*arm, f"trainer.default_local_dir={folder}", *setup.keys, *keys])
+    with Reporter(quiet(), loggers=[MetricsFile(folder / "metrics.jsonl")]) as reporter:
+        Trainer(loaded, reporter, plant=planter(loaded)).fit()
+    return loaded, folder
+
+
+def quiet() -> Display:
+    """Fifty runs would fill the screen with what nobody reads."""
+    return open_display(Console(quiet=True))
+
+
+def planter(loaded: LoadedConfig) -> Callable[..., None]:
+    text = loaded.config.cross.plant
+    return functools.partial(faults.plant, text, cfg=loaded.config) if text else lambda parts: None
+
+
+def compare(name: str, seed: int, a: Run, b: Run, expected: tuple[str, int] | None) -> Outcome:
+    """Each run examined by the other side, and the verdict over both."""
+    start = time.monotonic()
+    needed = frozenset(range(1, (expected[1] if expected else STEPS) + 1))
+    examined: list[Examination] = []
+    for of, by, tape, loaded in (("A", "B", a[1], b[0]), ("B", "A", b[1], a[0])):
+        plant = planter(loaded)
+        examined.append(examine(tape, loaded, of, by, needed, Reporter(quiet()), plant))  # type: ignore[arg-type]
+    seconds = time.monotonic() - start
+    verdict = conclude(examined)
+    return Outcome(name, seed, verdict, expected, 0.0, seconds)

@@ -1,0 +1,177 @@
+"""Runs the jobs of an experiment as processes, two at a time, and knows how far each has got."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from crossrl.cross.plan import Job
+from crossrl.files import publish_text
+
+POLL_S = 0.25
+State = Literal["waiting", "running", "done", "failed"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """One line of the live view. ``detail``: the last reward, or why the job failed."""
+
+    job: Job
+    state: State = "waiting"
+    step: int | None = None
+    detail: str = ""
+    began: float | None = None
+    seconds: float = 0.0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def active(self) -> bool:
+        return self.state == "running"
+
+
+def run_together(jobs: Sequence[Job], show: Callable[[Sequence[Progress]], None], limit_s: float) -> list[Progress]:
+    """Run ``jobs`` at the same time; return when all have ended, well or not. A job that was done before is not run.
+
+    A job of a side that runs elsewhere is started by the user: its command is in ``Job.shell``. Waits for: each job's
+    process, or its exit code file. Time limit: ``limit_s`` for all, after which they are stopped and failed.
+    """
+    lines = [Progress(job) for job in jobs]
+    end = time.monotonic() + limit_s
+    with _stopped_at_the_end(lines):
+        for line in lines:
+            _start(line)
+        show(lines)
+        while any(line.active for line in lines):
+            time.sleep(POLL_S)
+            for line in lines:
+                _look(line)
+            show(lines)
+            if time.monotonic() > end:
+                for line in lines:
+                    if line.active:
+                        line.state, line.detail = "failed", f"did not end within {limit_s:g} s (--timeout)"
+    return lines
+
+
+def run_here(job: Job, show: Callable[[Sequence[Progress]], None], execute: Callable[[Sequence[str]], int]) -> Progress:
+    """``job`` in this process, by ``execute``; its output goes to the same log, and what comes of it is the same."""
+    line = Progress(job, "running", began=time.monotonic())
+    show([line])
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        job.log.open("a", encoding="utf-8") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        code = execute(job.command[3:])
+    line.seconds = time.monotonic() - (line.began or 0.0)
+    _ended(line, code)
+    show([line])
+    return line
+
+
+def _start(line: Progress) -> None:
+    job = line.job
+    if _was_done(job):
+        line.state, line.step, line.detail = "done", _last(job)[0], "done before"
+        return
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    job.exit_file.unlink(missing_ok=True)
+    line.began, line.state = time.monotonic(), "running"
+    if job.side.remote is not None:
+        line.detail = "start it there: see the command above"
+        return
+    with job.log.open("ab") as log:
+        env = {**os.environ, **job.side.settings.cross.env, "PYTHONUNBUFFERED": "1"}
+        line.process = subprocess.Popen(job.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
+
+
+def _look(line: Progress) -> None:
+    if not line.active:
+        return
+    job, code = line.job, None
+    line.seconds = time.monotonic() - (line.began or time.monotonic())
+    step, reward = _last(job)
+    line.step = step
+    if line.process is not None:
+        code = line.process.poll()
+    elif job.exit_file.is_file():
+        with contextlib.suppress(ValueError):
+            code = int(job.exit_file.read_text())
+    if code is not None:
+        _ended(line, code)
+    elif reward is not None:
+        line.detail = f"reward {reward:.3f}"
+
+
+def _ended(line: Progress, code: int) -> None:
+    job = line.job
+    publish_text(job.exit_file, f"{code}\n")
+    line.step, reward = _last(job)
+    if ended_well(job, code):
+        line.state, line.detail = "done", f"reward {reward:.3f}" if reward is not None else ""
+    else:
+        line.state, line.detail = "failed", f"exit code {code}: {last_line(job.log)}"
+
+
+def ended_well(job: Job, code: int) -> bool:
+    """An examination that finds a difference ends with 1, which is a result."""
+    return code == 0 if job.result is None else code in (0, 1) and job.result.is_file()
+
+
+def _was_done(job: Job) -> bool:
+    if job.result is not None:
+        return job.result.is_file()
+    try:
+        code = int(job.exit_file.read_text())
+    except (OSError, ValueError):
+        return False
+    return code == 0 and (job.steps is None or (_last(job)[0] or 0) >= job.steps)
+
+
+def _last(job: Job) -> tuple[int | None, float | None]:
+    """Step and mean reward of the last line of the run's metrics."""
+    path = job.run / "metrics.jsonl" if job.run else None
+    if path is None or not path.is_file():
+        return None, None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = json.loads(line)
+                return int(row["step"]), float(row["critic/rewards/mean"])
+    return None, None
+
+
+def last_line(log: Path, limit: int = 300) -> str:
+    """The last line of a log that says something."""
+    with contextlib.suppress(OSError):
+        lines = [t for t in log.read_text(encoding="utf-8", errors="replace").splitlines() if t.strip()]
+        if lines:
+            return lines[-1][:limit]
+    return f"see {log}"
+
+
+@contextlib.contextmanager
+def _stopped_at_the_end(lines: Sequence[Progress]) -> Iterator[None]:
+    """However this ends, no process is left: first they are asked (their peers then hear why), then killed."""
+    try:
+        yield
+    finally:
+        alive = [line.process for line in lines if line.process is not None and line.process.poll() is None]
+        for process in alive:
+            process.send_signal(signal.SIGINT)
+        for process in alive:
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
