@@ -68,6 +68,14 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    def wait(self, script: str) -> Any:
+        """The value of a JavaScript expression as soon as it is true."""
+        until = time.monotonic() + LIMIT
+        while not (value := self.run(script)):
+            assert time.monotonic() < until, f"not true within {LIMIT:g} s: {script}"
+            time.sleep(0.05)
+        return value
+
     def click(self, selector: str) -> None:
         """As a mouse does it: at the middle of the element, which must be the one that is there."""
         x, y = self.run(f"""(() => {{

@@ -91,8 +91,7 @@ def test_a_click_on_a_name_hides_its_curve(opened):
     for kind in ("mousePressed", "mouseReleased"):
         opened.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
     # It waits for a second click before it acts on the first.
-    opened.run("new Promise((done) => document.getElementById('chart').once('plotly_restyle', done))")
-    opened.run("new Promise((done) => setTimeout(done, 300))")
+    opened.wait("document.querySelectorAll('#chart .scatterlayer .trace').length === 6")
     assert name not in curves(opened) and len(curves(opened)) == 5
 
 
@@ -101,8 +100,7 @@ def test_hovering_shows_the_values_of_all_arms_at_a_step(opened):
     x, y = opened.run("""(() => { const r = document.querySelector("#chart .nsewdrag").getBoundingClientRect();
         return [r.x + r.width / 2, r.y + r.height / 2]; })()""")
     opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    opened.run("new Promise((done) => setTimeout(done, 200))")
-    text = opened.run("document.querySelector('#chart .hoverlayer').textContent")
+    text = opened.wait("document.querySelector('#chart .hoverlayer').textContent")
     assert all(f"{arm} " in text for arm in ("AA", "BB", "AB", "BA"))
 
 

@@ -139,30 +139,35 @@ def test_a_difference_no_larger_than_that_of_a_side_from_itself_is_not_blamed():
     assert conclude([examination(other_field), by_b]).conclusion == "training"
 
 
-def test_if_only_the_run_in_question_does_not_repeat_itself_it_cannot_be_told():
-    by_a = examination(finding("update", by="A", gaps=(gap("w", 0.3),)), of="A", by="A")
-    examined = [examination(finding("update", gaps=(gap("w", 0.2),))), by_a, examination(of="B", by="B")]
-    verdict = conclude(examined)
-    assert (verdict.conclusion, verdict.exit_code, verdict.parts) == ("not distinguishable", 2, ("training",))
-    assert "A does not repeat itself in training, B does" in text(verdict) and verdict.todo
+def test_a_fault_that_does_not_repeat_when_its_run_starts_afresh_is_blamed_all_the_same():
+    by_a = examination(finding("rollout", 2, by="A", gaps=(gap(largest=0.9),)), of="A", by="A")
+    verdict = conclude(
+        [examination(finding("rollout", 2, gaps=(gap(largest=0.5),))), by_a, examination(of="B", by="B")]
+    )
+    assert (verdict.conclusion, verdict.side, verdict.step) == ("inference", "A", 2)
+    assert "A, started afresh on its own tape, differs from it as well" in text(verdict)
+
+
+def test_within_b_s_own_noise_the_curves_decide():
+    by_b = examination(finding("update", of="B", by="B", gaps=(gap("w", 0.3),)), of="B", by="B")
+    examined = [examination(finding("update", gaps=(gap("w", 0.2),))), by_b]
     with_curves = conclude(examined, curves(AA=metrics(1, **BAD), AB=metrics(2), BA=metrics(3, **BAD)))
     assert (with_curves.conclusion, with_curves.parts) == ("training", ("training",))
-    healthy = conclude(examined, curves(AA=metrics(1)))
-    assert healthy.conclusion == "no difference"
+    assert conclude(examined, curves(AA=metrics(1))).conclusion == "no difference"
 
 
 def test_records_that_contradict_each_other_are_excused_by_no_noise():
     own = finding("update", by=None, gaps=(gap("w", 0.1),))
-    by_a = examination(finding("update", by="A", gaps=(gap("w", 0.3),)), of="A", by="A")
-    assert conclude([examination(own), by_a]).conclusion == "training"
+    by_b = examination(finding("update", of="B", by="B", gaps=(gap("w", 0.3),)), of="B", by="B")
+    assert conclude([examination(own), by_b]).conclusion == "training"
 
 
 def test_tokens_are_within_the_floor_by_how_many_differ():
     few, many = (finding("rollout", gaps=(gap("response_ids", None, mean=None),)) for _ in range(2))
-    itself = examination(finding("rollout", by="A", gaps=few.gaps), of="A", by="A")
-    assert conclude([examination(many), itself]).conclusion == "not distinguishable"
-    nothing = finding("rollout", by="A", gaps=(gap("response_ids", 0.1),))
-    assert conclude([examination(many), examination(nothing, of="A", by="A")]).conclusion == "inference"
+    itself = examination(finding("rollout", of="B", by="B", gaps=few.gaps), of="B", by="B")
+    assert conclude([examination(many), itself]).conclusion == "no difference"
+    nothing = finding("rollout", of="B", by="B", gaps=(gap("response_ids", 0.1),))
+    assert conclude([examination(many), examination(nothing, of="B", by="B")]).conclusion == "inference"
 
 
 def test_a_harmless_difference_is_reported_as_such():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,10 +73,13 @@ def run(args: argparse.Namespace) -> int:
     from crossrl.cross.report import write_report
 
     both = list(args.overrides)
+    if "demo" in (args.a, args.b):
+        make_demo_files()
     plan = make_plan(
         args.out, [*both, *args.set_a], [*both, *args.set_b], args.record_steps, args.steps, (args.a, args.b)
     )
     console = Console(stderr=True, highlight=False)
+    signal.signal(signal.SIGTERM, stop)  # as Ctrl-C, so that no arm is left running
     with Live(console) as view:
         runner = Runner(
             plan, view, lambda text: console.print(text, markup=False, soft_wrap=True),
@@ -90,6 +94,20 @@ def run(args: argparse.Namespace) -> int:
         print_parts(*report(verdict, load_experiment(plan.folder.root)))
     console.print(f"\nreport  {page}", markup=False, soft_wrap=True)
     return verdict.exit_code
+
+
+def stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def make_demo_files() -> None:
+    """The sides' own processes are given a file, and do not know that it was the demo's configuration."""
+    from crossrl.cli.train_command import open_reporter, prepare_demo
+    from crossrl.config import load_config
+
+    loaded = load_config(["trainer.logger=[]"], "demo")
+    with open_reporter(loaded) as reporter:
+        prepare_demo(loaded, reporter)
 
 
 class Live:

@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
+    from crossrl.cross.runner import Progress
+
 DESCRIPTION = """\
-Train a small policy to sort six digits, with GRPO, on this machine's CPU: about a minute on two cores. Everything
-is an ordinary file: the model and data in data/demo, the run in outputs/demo (outputs/demo-2 the second time, ...).
+Train a small policy to sort six digits, with GRPO, on this machine's CPU: about a minute on two cores. Then plant a
+fault in a twin of the run, let the two examine each other, and see it found. Everything is an ordinary file: the model
+and data in data/demo, the run in outputs/demo (outputs/demo-2 the second time, ...).
 """
+
+FAULT, TWIN_STEPS = "inference.stale_weights", 3
 EPILOG = """\
 examples:
   crossrl demo
@@ -47,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
     code = train(overrides, "demo")
     if code == 0:
         trainer = load_config(overrides, "demo").config.trainer
-        show_result(console, Path(trainer.default_local_dir), Path(trainer.validation_data_dir or ""))
+        folder = Path(trainer.default_local_dir)
+        picture = show_result(console, folder, Path(trainer.validation_data_dir or ""))
+        page = cross_examine(console, folder / "cross", overrides)
+        console.print(next_steps(folder, picture, page), markup=False, soft_wrap=True)
     return code
 
 
@@ -60,8 +70,8 @@ def free_folder(wanted: Path) -> Path:
     return path
 
 
-def show_result(console: Console, folder: Path, validation: Path) -> None:
-    """Samples before and after, the curve, and what to try next."""
+def show_result(console: Console, folder: Path, validation: Path) -> Path:
+    """Samples before and after, and the curve; returns the path of its picture."""
     from crossrl.report.plots import learning_curve, terminal_curve
 
     metrics = folder / "metrics.jsonl"
@@ -70,7 +80,38 @@ def show_result(console: Console, folder: Path, validation: Path) -> None:
     if table is not None:
         console.print("\n", table)
     console.print(f"\n{terminal_curve(metrics, width=min(console.width, 100))}", markup=False)
-    console.print(next_steps(folder, picture), markup=False, soft_wrap=True)
+    return picture
+
+
+def cross_examine(console: Console, folder: Path, overrides: list[str]) -> Path:
+    """Side A is a twin of the demo with a fault in it, side B one without; returns the path of the report."""
+    from crossrl.cli.main import main
+    from crossrl.cli.show_verdict import report
+    from crossrl.cross.arms import load_experiment
+    from crossrl.cross.experiment import Runner
+    from crossrl.cross.faults import FAULTS
+    from crossrl.cross.plan import make_plan
+    from crossrl.cross.report import write_report
+
+    console.print(f"\nA fault is planted in a twin of this run: {FAULT}", style="bold")
+    console.print(
+        f"({FAULTS[FAULT].symptom}.)\nWhich part of it is at fault? Both run {TWIN_STEPS} steps, recorded, and each "
+        "runs the stages of the other's record again."
+    )
+    both = [word for word in overrides if "trainer.default_local_dir=" not in word]
+    plan = make_plan(folder, [*both, f"cross.plant={FAULT}"], both, TWIN_STEPS, TWIN_STEPS, ("demo", "demo"))
+    with console.status("") as status:
+
+        def show(lines: Sequence[Progress]) -> None:
+            status.update(f"{lines[-1].job.what} ...")
+
+        runner = Runner(plan, show, console.print, lambda early: None, 600.0, main)
+        verdict = runner.run(quick=True)
+    page = write_report(plan.folder)
+    console.print()
+    for part in report(verdict, load_experiment(plan.folder.root)):
+        console.print(part)
+    return page
 
 
 def before_and_after(validation: Path, rows: int = 6) -> Any:
@@ -96,11 +137,12 @@ def before_and_after(validation: Path, rows: int = 6) -> Any:
     return table
 
 
-def next_steps(folder: Path, picture: Path) -> str:
+def next_steps(folder: Path, picture: Path, page: Path) -> str:
     return f"""
 plot      {picture}
 metrics   {folder}/metrics.jsonl
 samples   {folder}/validation/
+report    {page}   (open it in a browser: the planted fault, located)
 
 what to try next:
   crossrl demo algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=4

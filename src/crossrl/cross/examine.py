@@ -125,12 +125,13 @@ class Bench:
         self.tape, self.theirs, self.cfg, self.parts, self.of, self.by = tape, theirs, cfg, parts, of, by
         self.wanted = wanted
         self.headers = [r.header for s in tape.steps()[:2] for _, r in tape.records(s)]
-        recorded = self.headers[0].versions if self.headers else {}
+        self.versions = self.headers[0].versions if self.headers else {}
         # Where the run chose by itself, it is taken to have had as many cores as there are here.
         chosen = choose_threads(sum(p.numel() for p in parts.trainer.model.parameters()))[0]
         threads = theirs.trainer.num_threads or chosen, torch.get_num_threads()
-        self.numerics = numerics_of(theirs, cfg, recorded, versions(), threads)
+        self.numerics = numerics_of(theirs, cfg, self.versions, versions(), threads)
         self.own_sync: Mapping[str, Any] = {}
+        self.brought, self.unsynced = -1, ""
         self.states = States(tape, parts.trainer)
         self.draws = Draws(tape, parts, cfg)
 
@@ -161,14 +162,20 @@ class Bench:
         prints = {h.stage: h.fingerprints for h in self.headers if h.split == "train"}
         recorded = {**flat_settings(self.theirs), **facts_recorded(prints)}
         facts = {k: v for k, v in facts_here(self.parts, self.cfg).items() if k in recorded}
-        of = {**recorded, **{f"version of {k}": v for k, v in self.headers[0].versions.items()}}
+        of = {**recorded, **{f"version of {k}": v for k, v in self.versions.items()}}
         by = {**flat_settings(self.cfg), **facts, **{f"version of {k}": v for k, v in versions().items()}}
         if self.states.first.kind == "unknown":
             of["initial weights"], by["initial weights"] = self.states.first_recorded, self.states.initial_digest
         return settings_between(of, by, self.of == "A")
 
     def _bring(self, step: int) -> str:
-        """The examiner's weights to its engine by its own sync; what is wrong with that, or ""."""
+        """The weights after ``step`` to the examiner's engine by its own sync; what is wrong with that, or "". Once per
+        version, as in a run: an engine that is a version behind would catch up at the second time."""
+        if self.brought != step:
+            self.brought, self.unsynced = step, self._sync_own(step)
+        return self.unsynced
+
+    def _sync_own(self, step: int) -> str:
         stage = self.parts.stages.get("sync", self.parts.sync)
         facts = stage(Batch(()), At(step)).info.get("sync")
         self.own_sync = facts if isinstance(facts, Mapping) else {}

@@ -116,11 +116,12 @@ def compare_tokens(recorded: Batch, again: Batch) -> Tokens:
     return Tokens(tuple(flipped), tuple(ended), compared, np.concatenate(gaps) if gaps else np.zeros(0), tuple(where))
 
 
-def flips_allowed(kind: Kind, tokens: int) -> int:
+def flips_allowed(kind: Kind, tokens: int, vocabulary: int) -> int:
     """So many responses may diverge by rounding: the rate, three standard deviations, and one."""
     if kind == "exact":
         return 0
-    expected = noise.FLIPS[kind] * tokens
+    constant, per_entry = noise.FLIPS[kind]
+    expected = min(1.0, constant + per_entry * vocabulary) * tokens
     return math.floor(expected + 3.0 * math.sqrt(expected)) + 1
 
 
@@ -135,7 +136,7 @@ def _compare(case: Case, recorded: Batch, again: Batch, record: Record) -> tuple
     tokens = compare_tokens(recorded, again)
     limit = noise.LOG_PROBS.get(kind, noise.Limit(0.0, 0.0))
     measured: list[Measured] = []
-    allowed = flips_allowed(kind, tokens.compared)
+    allowed = flips_allowed(kind, tokens.compared, case.parts.trainer.policy.vocab_size)
     if tokens.flipped:
         gap = _token_gap(recorded, again, tokens.flipped, "value", allowed)
         measured.append(Measured(gap, len(tokens.flipped) <= allowed))

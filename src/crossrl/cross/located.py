@@ -4,7 +4,8 @@ Each stage is run again on its own recorded inputs, so a difference in it does n
 What does carry over is told apart here (``_consequence``). A difference is not blamed on a side when
 
 - it is judged ``noise`` (the rounding that declared settings explain);
-- a side that runs its own tape again differs from itself as much (it is not deterministic: that is its noise floor).
+- B, the reference, differs from itself as much when it runs its own tape again: that is the noise floor. A's own is
+  none: an examination starts afresh, so a fault that lies in what A's process did before does not repeat either.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STAGES = tuple(PART)
 class Located:
     """``blamed``: findings that are a fault's own, the earliest first; all of them harmless, or none. ``harmless``:
     besides, those that change nothing that training sees. ``unstable``: parts whose difference is no larger than that
-    of a side from itself, and the sides of which that is so. ``repeated``: sides that examined their own tape.
+    of B from itself. ``repeated``: sides that examined their own tape.
     ``crossed``: sides whose tape the other side examined. ``steps``: those examined. ``judged``, ``unjudged``: stages
     that a side could judge, or none could."""
 
@@ -34,7 +35,7 @@ class Located:
     side: Side | None
     evidence: tuple[Evidence, ...]
     consequences: tuple[str, ...]
-    unstable: dict[Part, frozenset[Side]]
+    unstable: tuple[Part, ...]
     repeated: frozenset[Side]
     crossed: frozenset[Side]
     noise: str
@@ -58,8 +59,9 @@ def locate(examinations: Sequence[Examination]) -> Located | None:
     findings = [f for e in examinations for f in e.findings]
     itself = [f for f in findings if f.of == f.by and f.judged == "differs"]
     between = [f for f in findings if f.of != f.by and f.judged == "differs"]
-    within = [f for f in between if within_floor(f, itself)]
-    beyond = _in_order(f for f in between if not within_floor(f, itself))
+    floor = [f for f in itself if f.of == "B"]
+    within = [f for f in between if within_floor(f, floor)]
+    beyond = _in_order(f for f in between if not within_floor(f, floor))
     harmful = [f for f in beyond if not f.harmless]
     why = [(f, text) for f in harmful if (text := _consequence(f, harmful))]
     blamed = [f for f in harmful if not _consequence(f, harmful)]
@@ -67,16 +69,14 @@ def locate(examinations: Sequence[Examination]) -> Located | None:
     if not blamed:
         blamed, harmless = harmless, []
     side = _side(blamed, itself, examinations)
-    unstable: dict[Part, frozenset[Side]] = {
-        part: frozenset(s.of for s in itself if s.part == part) for part in dict.fromkeys(f.part for f in within)
-    }
+    unstable = tuple(dict.fromkeys(f.part for f in within))
     by_other = [f for f in findings if f.by is not None and f.of != f.by]
     judged = frozenset(f.stage for f in by_other if f.judged != "not judged")
     unjudged = tuple(s for s in STAGES if s not in judged and any(f.stage == s for f in by_other))
     repeated = frozenset(e.of for e in examinations if e.of == e.by)
     crossed = frozenset(e.of for e in examinations if e.of != e.by)
     return Located(
-        tuple(blamed), tuple(harmless), side, tuple(_evidence(blamed, side, examinations, unjudged)),
+        tuple(blamed), tuple(harmless), side, tuple(_evidence(blamed, itself, side, examinations, unjudged)),
         _said(why), unstable, repeated, crossed, _noise(examinations, itself, within),
         tuple(sorted({s for e in examinations for s in e.steps})), judged, unjudged,
     )  # fmt: skip
@@ -144,7 +144,11 @@ def _side(blamed: Sequence[Finding], itself: Sequence[Finding], examinations: Se
 
 
 def _evidence(
-    blamed: Sequence[Finding], side: Side | None, examinations: Sequence[Examination], unjudged: Sequence[str]
+    blamed: Sequence[Finding],
+    itself: Sequence[Finding],
+    side: Side | None,
+    examinations: Sequence[Examination],
+    unjudged: Sequence[str],
 ) -> Iterable[Evidence]:
     for stage in dict.fromkeys(f.stage for f in blamed):
         mine = [f for f in blamed if f.stage == stage]
@@ -153,6 +157,12 @@ def _evidence(
         often = f" So in {len(steps)} of the examined steps." if len(steps) > 1 else ""
         hint = f" {_sentence(first.hint)}" if first.hint else ""
         yield Evidence("stages", f"{place(first)}: {_sentence(first.sentence)}{hint}{often}")
+        if any(f.of == "A" and f.stage == stage for f in itself):
+            yield Evidence(
+                "stages",
+                f"{stage}: A, started afresh on its own tape, differs from it as well: the fault is random, or lies in "
+                "what A's process did before.",
+            )
     if side == "B":
         yield Evidence("stages", "B's own records contradict each other, or B does not repeat itself where A does.")
     for e in examinations:
@@ -192,9 +202,10 @@ def _noise(examinations: Sequence[Examination], itself: Sequence[Finding], withi
     said = [f"Stages, rounding to be expected: {'. '.join(parts)}."] if parts else []
     for side in sorted({f.of for f in itself}):
         stages = ", ".join(dict.fromkeys(f.stage for f in itself if f.of == side))
-        said.append(f"{side} does not repeat itself in {stages}: that is the floor there.")
+        floor = ": that is the floor there" if side == "B" else ""
+        said.append(f"{side} does not repeat itself in {stages}{floor}.")
     for stage in dict.fromkeys(f.stage for f in within):
-        said.append(f"{stage} differs between the sides by no more than a side from itself: not blamed.")
+        said.append(f"{stage} differs between the sides by no more than B from itself: not blamed.")
     return " ".join(said)
 
 

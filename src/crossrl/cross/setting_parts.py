@@ -64,7 +64,7 @@ PARTS: tuple[tuple[str, tuple[Part, ...]], ...] = (
 )
 # What a planted fault is called, where a side runs and where its tape lies: no setting of the run itself.
 LEFT_OUT = ("cross.*", "tape.*", "trainer.default_local_dir", "trainer.experiment_name", "trainer.logger",
-            "trainer.*_data_dir", "trainer.share_data*", "trainer.resume_*")  # fmt: skip
+            "trainer.stop_after_steps", "trainer.*_data_dir", "trainer.share_data*", "trainer.resume_*")  # fmt: skip
 
 
 def parts_of(key: str) -> tuple[Part, ...]:
