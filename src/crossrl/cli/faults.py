@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,9 +24,10 @@ examples:
   crossrl faults list --json | jq '.faults[].name'          for programs
   crossrl train ... cross.plant=inference.stale_weights     plant one
   crossrl train ... cross.plant=reward.flipped@5            from step 5 on
+  crossrl faults bench sync                                 are these found, and where? (all: some minutes)
   crossrl train ... 'cross.plant="reward.flipped,sync.permuted@3"'   several
 
-exit codes: 0 done, 2 no such fault."""
+exit codes: 0 done; 1 bench: a fault was missed, or something harmless was blamed; 2 no such fault."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -39,6 +42,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     listing = actions.add_parser("list", help="all faults and harmless differences")
     listing.add_argument("names", nargs="*", metavar="NAME", help="a fault, or a part such as sync; default: all")
     listing.add_argument("--json", action="store_true", help="print the catalogue as JSON")
+    bench = actions.add_parser("bench", help="plant each in one of two equal runs: is it found, and where?")
+    bench.add_argument("names", nargs="*", metavar="NAME", help="as for list; default: all")
+    bench.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds for each harmless difference (5)")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs; default: a temporary one")
+    bench.add_argument("--markdown", type=Path, metavar="FILE", help="write the result as tables, too")
     return parser
 
 
@@ -46,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from crossrl.cross.faults import select
 
     faults, harmless = select(args.names)
+    if args.action == "bench":
+        return bench(args, faults, harmless)
     if args.json:
         print(json.dumps(as_json(faults, harmless), indent=1))
         return 0
@@ -53,6 +63,40 @@ def run(args: argparse.Namespace) -> int:
 
     show(*listing(faults, harmless))
     return 0
+
+
+def bench(args: argparse.Namespace, faults: list[Fault], harmless: list[Harmless]) -> int:
+    """0: all are found where they are and nothing harmless is blamed; 1: not so."""
+    import contextlib
+    import tempfile
+
+    import transformers
+    from rich.console import Console
+
+    from crossrl.cross.bench import Outcome, as_markdown, run_faults, run_harmless, small
+    from crossrl.demo.files import FOLDER, prepare
+    from crossrl.files import publish_text
+
+    transformers.utils.logging.disable_progress_bar()
+    console = Console(highlight=False)
+    outcomes: list[Outcome] = []
+    with contextlib.ExitStack() as stack:
+        out = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="crossrl-bench-")))
+        prepare(console.print)
+        setup = small(FOLDER.absolute(), out.absolute())
+        for each in chain(run_faults(setup, faults), run_harmless(setup, harmless, range(1, args.seeds + 1))):
+            outcomes.append(each)
+            good = each.right_part and each.right_step
+            since = f", step {each.verdict.step}" if each.verdict.step else ""
+            want = "" if good else f"   expected: {each.expected or 'no difference'}"
+            colour = "green" if good else "bold red"
+            console.print(f"{each.name:32} seed {each.seed}  [{colour}]{each.verdict.conclusion}{since}[/]{want}")
+    text = as_markdown(outcomes)
+    if args.markdown:
+        publish_text(args.markdown, text)
+    bad = sum(not (o.right_part and o.right_step) for o in outcomes)
+    console.print(f"{len(outcomes)} comparisons, {bad} not as expected")
+    return 1 if bad else 0
 
 
 def as_json(faults: list[Fault], harmless: list[Harmless]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ the catalogue says. The same for the harmless differences, of which none may be 
 from __future__ import annotations
 
 import functools
+import json
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +42,14 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``expected``: part and first step; None for a harmless difference. ``steps_to_verdict``: time of recording and
-    examining up to the first faulty step, both runs, in multiples of one training step; loading is not in it."""
+    """``expected``: part and first step; None for a harmless difference. ``steps_to_verdict``: the time of A's steps up
+    to the first faulty one, and of both examinations of these, in multiples of one training step; without loading."""
 
     name: str
     seed: int
     verdict: Verdict
     expected: tuple[str, int] | None
     steps_to_verdict: float
-    seconds: float
 
     @property
     def right_part(self) -> bool:
@@ -123,12 +122,39 @@ def planter(loaded: LoadedConfig) -> Callable[..., None]:
 
 def compare(name: str, seed: int, a: Run, b: Run, expected: tuple[str, int] | None) -> Outcome:
     """Each run examined by the other side, and the verdict over both."""
-    start = time.monotonic()
     needed = frozenset(range(1, (expected[1] if expected else STEPS) + 1))
     examined: list[Examination] = []
     for of, by, tape, loaded in (("A", "B", a[1], b[0]), ("B", "A", b[1], a[0])):
         plant = planter(loaded)
         examined.append(examine(tape, loaded, of, by, needed, Reporter(quiet()), plant))  # type: ignore[arg-type]
-    seconds = time.monotonic() - start
-    verdict = conclude(examined)
-    return Outcome(name, seed, verdict, expected, 0.0, seconds)
+    took = step_seconds(a[1])
+    seconds = sum(took[: max(needed)]) + sum(e.seconds for e in examined)
+    return Outcome(name, seed, conclude(examined), expected, seconds / (sum(took) / len(took)))
+
+
+def step_seconds(run: Path) -> list[float]:
+    """Seconds of each training step of a run."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["timing_s/step"] for line in lines]
+
+
+def as_markdown(outcomes: Sequence[Outcome]) -> str:
+    """Two tables, of the faults and of the harmless differences, and what they add up to."""
+    planted = [o for o in outcomes if o.expected]
+    lines = ["| fault | expected | found | steps to the verdict |", "| --- | --- | --- | --- |"]
+    for o in planted:
+        part, step = o.expected or ("", 0)
+        found = f"{o.verdict.conclusion}, step {o.verdict.step}" if o.verdict.step else o.verdict.conclusion
+        good = "" if o.right_part and o.right_step else " **missed**"
+        lines.append(f"| `{o.name}` | {part}, step {step} | {found}{good} | {o.steps_to_verdict:.1f} |")
+    right = sum(o.right_part for o in planted), sum(o.right_part and o.right_step for o in planted)
+    lines += ["", f"Part right in {right[0]} of {len(planted)}, part and first step in {right[1]}."]
+    others: dict[str, list[Outcome]] = {}
+    for o in outcomes:
+        if not o.expected:
+            others.setdefault(o.name, []).append(o)
+    lines += ["", "| harmless difference | seeds | false alarms |", "| --- | --- | --- |"]
+    for name, same in others.items():
+        alarms = [f"{o.verdict.conclusion} (seed {o.seed})" for o in same if not o.right_part]
+        lines.append(f"| `{name}` | {len(same)} | {', '.join(alarms) or '0'} |")
+    return "\n".join(lines) + "\n"
