@@ -153,6 +153,21 @@ def killed(demo: Path, work: Path, name: str, role: str, after_s: float) -> dict
     }  # fmt: skip
 
 
+# Several calls of generation in a step, of another number in each; a second answer to each prompt.
+VARIANTS = {
+    "dynamic": ["algorithm.filter_groups.enable=True", "data.gen_batch_size=3", "data.train_batch_size=4"],
+    "remax": ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=False"],
+}
+
+
+def variant(demo: Path, work: Path, name: str, more: list[str]) -> dict:
+    code = end(start(demo, work / f"{name}-alone", None, None, *more))
+    codes = pair(demo, work, name, more=more)
+    entries = len(list((work / f"{name}-share").glob("rollout_*")))
+    return {"alone": code, "straight": outcome(work / f"{name}-alone"), "codes": codes, "entries": entries,
+            **ends(work, name)}  # fmt: skip
+
+
 def appears(path: Path) -> None:
     stop = time.monotonic() + LIMIT_S
     while not path.exists():
@@ -273,6 +288,7 @@ def main() -> None:
     results["tapes"] = {r: diff_runs(work / "alone", work / f"pair-{r}").text() for r in ("ckpt", "rollout")}
     late = pair(demo, work, "late", order=("rollout", "ckpt"), delay_s=1.5)
     results["late"] = {"codes": late, **ends(work, "late")}
+    results["variants"] = {name: variant(demo, work, name, more) for name, more in VARIANTS.items()}
     results["disturbed"], results["refused"] = disturbances(demo, work), refusals(demo, work)
     draw = random.Random(7)
     for i in range(kills):

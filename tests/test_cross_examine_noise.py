@@ -53,7 +53,7 @@ def test_the_class_of_noise_is_what_the_sides_declare_for_each_kind_of_work(runs
 def test_a_few_sampled_tokens_may_flip_by_rounding_and_not_most_of_them():
     assert flips_allowed("exact", 10_000, 50_000) == 0
     assert flips_allowed("float32", 100, 13) == 1
-    assert [flips_allowed(kind, 10_000, 13) for kind in ("float32", "bfloat16")] == [5, 353]
+    assert [flips_allowed(kind, 10_000, 13) for kind in ("float32", "bfloat16")] == [5, 354]
     assert flips_allowed("float32", 10_000, 50_000) == 73  # each entry of the vocabulary is a boundary that moves
 
 

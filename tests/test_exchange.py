@@ -38,6 +38,15 @@ def test_both_sides_end_as_one_process_would_bit_for_bit_whichever_starts_first(
     check_equal(results[which], results)
 
 
+@pytest.mark.parametrize("which", ["dynamic", "remax"])
+def test_the_same_with_several_calls_of_generation_in_a_step_and_with_a_greedy_baseline(results, which):
+    found = results["variants"][which]
+    assert found["alone"] == 0
+    assert set(found["codes"].values()) == {0}
+    check_equal(found, found)
+    assert found["entries"] > 4 if which == "dynamic" else found["entries"] == 4
+
+
 def test_the_runs_did_train(results):
     """Or all of the above would be true of runs that do nothing."""
     assert len({row[1] for row in results["straight"]["curve"]}) > 1

@@ -64,7 +64,7 @@ class RunTape:
         self.exchange = open_exchange(cfg, parts, folder, facts, show)
         self.tape = Tape(
             self.own, uuid.uuid4().hex, self.fingerprint, options, lambda: parts.trainer.weight_version,
-            self.exchange.wait if self.exchange else wait_for,
+            self.exchange.wait if self.exchange else wait_for, str(parts.trainer.policy.device),
         )  # fmt: skip
 
     def wrap(self, stage: Stage) -> Stage:

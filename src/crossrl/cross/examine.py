@@ -48,7 +48,7 @@ from crossrl.stages.base import ORDER, At, apply
 from crossrl.tape.api import RunTape, open_run
 from crossrl.tape.errors import RecordMissing
 from crossrl.tape.record import Record
-from crossrl.tape.tape import _versions as versions
+from crossrl.tape.versions import versions
 
 JUDGED: dict[str, Callable[[Case, Record], Finding]] = {
     "rollout": judge_rollout, "reward": judge_values, "old_log_prob": judge_values, "ref_log_prob": judge_values,
@@ -78,7 +78,6 @@ def examine(
     difference is a finding, not an error. Nothing is written. Raises ``ExamineError`` when there is nothing to compare,
     what the configuration, the data and the models raise, and ``CorruptRecord``.
     """
-    start = time.monotonic()
     theirs, tape = _open(run)
     wanted = _steps(tape, steps)
     told = f"examining {of} by {by}"
@@ -90,6 +89,7 @@ def examine(
     parts = assemble(cfg, lambda stage, done, total: None)
     try:
         plant(parts)
+        start = time.monotonic()
         bench = Bench(tape, theirs, cfg, parts, of, by, frozenset(wanted))
         findings: list[Finding] = []
         for done, step in enumerate(wanted):
@@ -97,6 +97,7 @@ def examine(
             findings += bench.judge(step)
         say(told, len(wanted), len(wanted))
         settings = bench.settings()
+        took = time.monotonic() - start
     finally:
         parts.scorer.close()
         torch.set_num_threads(threads)  # which assembling has set as this side wants it
@@ -105,7 +106,7 @@ def examine(
         raise ExamineError(f"{tape.layout.root}: nothing was compared: {reasons:.1500}")
     return Examination(
         of, by, tuple(wanted), bench.numerics.loosest, bench.numerics.because,
-        tuple(_with_settings(f, settings, of, by) for f in findings), settings, time.monotonic() - start,
+        tuple(_with_settings(f, settings, of, by) for f in findings), settings, took,
     )  # fmt: skip
 
 
@@ -129,7 +130,8 @@ class Bench:
         # Where the run chose by itself, it is taken to have had as many cores as there are here.
         chosen = choose_threads(sum(p.numel() for p in parts.trainer.model.parameters()))[0]
         threads = theirs.trainer.num_threads or chosen, torch.get_num_threads()
-        self.numerics = numerics_of(theirs, cfg, self.versions, versions(), threads)
+        self.here = versions(str(parts.trainer.policy.device))
+        self.numerics = numerics_of(theirs, cfg, self.versions, self.here, threads)
         self.own_sync: Mapping[str, Any] = {}
         self.brought, self.unsynced = -1, ""
         self.states = States(tape, parts.trainer)
@@ -163,7 +165,7 @@ class Bench:
         recorded = {**flat_settings(self.theirs), **facts_recorded(prints)}
         facts = {k: v for k, v in facts_here(self.parts, self.cfg).items() if k in recorded}
         of = {**recorded, **{f"version of {k}": v for k, v in self.versions.items()}}
-        by = {**flat_settings(self.cfg), **facts, **{f"version of {k}": v for k, v in versions().items()}}
+        by = {**flat_settings(self.cfg), **facts, **{f"version of {k}": v for k, v in self.here.items()}}
         if self.states.first.kind == "unknown":
             of["initial weights"], by["initial weights"] = self.states.first_recorded, self.states.initial_digest
         return settings_between(of, by, self.of == "A")

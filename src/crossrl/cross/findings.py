@@ -96,7 +96,7 @@ class Examination:
     """The tape of side ``of``, stage by stage, by the installation of side ``by``.
 
     ``numerics``: what kind of rounding differences is to be expected: ``exact``, ``float32`` (another order of
-    summation) or ``bfloat16``; ``because``: the settings that say so.
+    summation) or ``bfloat16``; ``because``: the settings that say so. ``seconds``: without loading.
     """
 
     of: Side

@@ -21,8 +21,8 @@ What the sizes below were measured on, in float32 on a CPU, side A packed, with 
     gradient norm, relative             1.1e-7     3.8e-6   1e-4 (135M: of a norm of about 1)
     loss                                2.9e-8     1.9e-7   1e-5
 
-Inference in bfloat16, training in float32 (demo): log-probs differ by up to 0.0089 nat, 0.0025 in the mean; nothing
-else differs by a bit.
+Inference in bfloat16, training in float32: log-probs differ by up to 0.0089 nat, 0.0025 in the mean (demo), and 0.099
+and 0.026 (135M); allowed are 0.6 and 0.1. Nothing else differs by a bit.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Limit:
 
 
 # nat. bfloat16 has 8 bits where float32 has 24.
-LOG_PROBS = {"float32": Limit(2e-4, 2e-5), "bfloat16": Limit(0.5, 0.03)}
+LOG_PROBS = {"float32": Limit(2e-4, 2e-5), "bfloat16": Limit(0.6, 0.1)}
 # Share of tokens at which a sampled token may flip, because the drawn number lies between the two cumulative sums: a
 # constant, and so much for each entry of the vocabulary, since each is a boundary that moves a little. Measured:
-# float32, vocabulary of 13, 0 of 1600 tokens; of 49 152, 1 of 192.
-FLIPS = {"float32": (1e-4, 1e-7), "bfloat16": (0.03, 5e-6)}
+# float32, vocabulary of 13, 0 of 1600 tokens; of 49 152, 1 of 192. bfloat16, 0 of 397 and 8 of 27.
+FLIPS = {"float32": (1e-4, 1e-7), "bfloat16": (0.03, 1e-5)}
 # Of Adam's moments, relative to the tensor's own norm: they are sums of gradients and their squares.
 MOMENTS = {"float32": 1e-3, "bfloat16": 0.2}
 # Of a tensor's change, relative. Adam divides a gradient by its own size, so where a gradient is nothing but rounding

@@ -10,9 +10,7 @@ A loop without a tape does not come here at all; a stage never knows that it is 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -36,6 +34,7 @@ from crossrl.tape.record import Record, read_record
 from crossrl.tape.space import Retention, check_space
 from crossrl.tape.taped import Comparison, Taped
 from crossrl.tape.values import normal
+from crossrl.tape.versions import versions
 from crossrl.tape.wait import wait_for
 from crossrl.tape.writer import Writer
 
@@ -70,6 +69,7 @@ class Tape:
 
     ``run_id``: written into records. ``fingerprint``: stage name and split to what the stage depends on there (nested,
     JSON-like). ``weight_version``: of the trainer's weights. ``wait``: how a mode ``follow`` waits; see ``wait_for``.
+    ``device``: where the models compute.
     ``accepted``: the differences that were accepted so far. ``comparisons``: what mode verify found.
     """
 
@@ -81,6 +81,7 @@ class Tape:
         options: TapeOptions | None = None,
         weight_version: Callable[[], int] | None = None,
         wait: Callable[[Path, float, str], None] = wait_for,
+        device: str = "cpu",
     ) -> None:
         self.layout, self.run_id, self.fingerprint = layout, run_id, fingerprint
         self.options = options or TapeOptions()
@@ -90,7 +91,7 @@ class Tape:
         self._layouts: list[Layout] = [layout]
         self._calls: dict[str, int] = {}
         self._labels: dict[Path, str] = {}
-        self._versions = _versions()
+        self._versions = versions(device)
         self._retention = (
             Retention(layout, self.options.keep, self.options.max_bytes) if isinstance(layout, RunLayout) else None
         )
@@ -288,13 +289,3 @@ class Tape:
         logger.log(logging.DEBUG if label == "tape" else logging.INFO, "%s: stored in %s", label, path)
         if self._retention is not None and self.layout.root in path.parents:
             self._retention.written(path, size)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("crossrl", "torch", "transformers", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +30,7 @@ from crossrl.models.policy import Policy
 from crossrl.stages.base import At, Stage
 from crossrl.stages.sync import Sync
 from crossrl.tape import RunTape, SampleView, open_run
-
-PACKAGES = ("crossrl", "torch", "transformers", "numpy")
+from crossrl.tape.versions import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,8 @@ def make_dump(request: Request) -> Dump:
             run=str(request.run), step=request.step, sample_id=view.sample_id, side=str(file), way=request.way,
             packed=heard.policy.packed, dtype=dtype_name(heard.policy.dtype),
             autocast=dtype_name(autocast) if autocast else None,
-            device=str(heard.policy.device), temperature=temperature, planted=cfg.cross.plant, versions=_versions(),
+            device=str(heard.policy.device), temperature=temperature, planted=cfg.cross.plant,
+            versions=versions(str(heard.policy.device)),
             weights_from=source, prompt_ids=tuple(prompt.tolist()), response_ids=tuple(response.tolist()),
             parameters=heard.recorder.parameters, buffers=heard.recorder.buffers, calls=heard.calls,
             recorded=_recorded(view, len(response)),
@@ -248,7 +246,3 @@ def _recorded(view: SampleView, count: int) -> dict[str, list[float | None]]:
         for way, values in columns.items()
         if values is not None
     }
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
