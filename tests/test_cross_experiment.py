@@ -57,6 +57,16 @@ def test_two_equal_sides_give_no_difference(side, tmp_path):
     assert (found.conclusion, found.exit_code) == ("no difference", 0)
 
 
+def test_a_run_whose_length_is_given_in_epochs_goes_on_after_its_recorded_steps(side, tmp_path):
+    epochs = ["trainer.total_training_steps=null", "trainer.total_epochs=1"]
+    plan = make_plan(tmp_path / "x", epochs, epochs, 2, None, (side, side))
+    runner = Runner(plan, lambda lines: None, lambda text: None, lambda early: None, 300.0, main)
+    for until in (2, None):
+        runner.together(plan.alone("BB", until))
+    assert [p.state for p in runner.lines] == ["done", "done"]
+    assert len((plan.folder.arm("BB") / "metrics.jsonl").read_text().splitlines()) == 8
+
+
 def test_a_side_that_cannot_start_is_an_error_with_its_reason_and_no_verdict(side, tmp_path):
     with pytest.raises(ExperimentError, match=r"A alone: nothing was recorded\. exit code 2: error: .*no such model"):
         quick(tmp_path / "x", side, "actor_rollout_ref.model.path=/nowhere")

@@ -99,7 +99,9 @@ class Plan:
         if name != "BB2":
             words += ["tape.mode=record", "tape.state=True", f"tape.steps='1-{self.record}'"]
         what = f"{side.name} alone" if name != "BB2" else "B once more"
-        return Job(name, what, side, side.train(*words), self._log(name), run, until or self.planned)
+        # A log of its own, and with it an exit code: being done with the first steps is not being done with all.
+        log = self._log(name if until is None else f"{name}-{until}")
+        return Job(name, what, side, side.train(*words), log, run, until or self.planned)
 
     def pair(self, name: str) -> tuple[Job, Job]:
         """The two live runs of arm AB or BA: who infers, who trains."""
