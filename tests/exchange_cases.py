@@ -238,6 +238,43 @@ def disturbances(demo: Path, work: Path) -> dict[str, object]:
     return out
 
 
+def restarts(demo: Path, work: Path) -> dict[str, object]:
+    """What may have changed, or not, when a side is started again."""
+    out: dict[str, object] = {}
+
+    def kill(pid: int, share: Path) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    # With another seed: the two belonged together before, and do no more.
+    disturbed(demo, work, "changed", "ckpt", kill)
+    keys = {"rollout": [], "ckpt": ["trainer.seed=2"]}
+    pids = {r: start(demo, work / f"changed-{r}", work / "changed-share", r, *more) for r, more in keys.items()}
+    codes = {r: end(p) for r, p in pids.items()}
+    out["changed"] = {"codes": codes, "errors": {r: error(work, "changed", r) for r in pids}}
+    # A verifier that is not quite repeatable: what the trainer has published stays published.
+    reward = work / "fickle.py"
+    reward.write_text(
+        "import random\nfrom crossrl.demo.sort_reward import compute_score as exact\n\n\n"
+        "def compute_score(*args, **kwargs):\n"
+        "    score = exact(*args, **kwargs)\n"
+        "    return (score['score'] if isinstance(score, dict) else score) + 1e-6 * random.random()\n"
+    )
+    fickle = [f"reward.custom_reward_function.path={reward}"]
+    disturbed(demo, work, "fickle", "rollout", kill, fickle)
+    out["fickle"] = {"codes": pair(demo, work, "fickle", more=fickle)}
+    # Two steps in one exchange, the others in a second one, where a side is killed before its first checkpoint there.
+    first = pair(demo, work, "second", more=["trainer.stop_after_steps=2"])
+    (work / "second-share").rename(work / "first-share")
+    pids = {r: start(demo, work / f"second-{r}", work / "second-share", r) for r in ("ckpt", "rollout")}
+    appears(work / "second-share" / "rollout_0")
+    kill(pids["ckpt"], work)
+    for pid in pids.values():
+        end(pid)
+    out["second"] = {"first": first, **again(demo, work, "second")}
+    out["second"]["entries"] = sorted(p.name for p in (work / "second-share").iterdir())
+    return out
+
+
 def refusals(demo: Path, work: Path) -> dict[str, object]:
     """Exit codes and errors of sides that must not start, or not together."""
     out: dict[str, object] = {}
@@ -290,6 +327,7 @@ def main() -> None:
     results["late"] = {"codes": late, **ends(work, "late")}
     results["variants"] = {name: variant(demo, work, name, more) for name, more in VARIANTS.items()}
     results["disturbed"], results["refused"] = disturbances(demo, work), refusals(demo, work)
+    results["restarted"] = restarts(demo, work)
     draw = random.Random(7)
     for i in range(kills):
         found = killed(demo, work, f"kill{i}", ("ckpt", "rollout")[i % 2], draw.uniform(0.0, 1.1) * length_s)

@@ -120,6 +120,24 @@ def test_entries_that_both_sides_are_done_with_are_removed_if_asked(results):
     assert {"rollout_3", "ckpt_3"} <= set(entries)
 
 
+def test_a_side_that_is_started_again_with_what_must_not_differ_is_refused(results):
+    found = results["restarted"]["changed"]
+    assert found["codes"] == {"rollout": 2, "ckpt": 2}
+    assert "trainer.seed: here 2, there 1" in found["errors"]["ckpt"]
+
+
+def test_a_trainer_that_is_started_again_takes_its_own_checkpoints_though_its_rewards_do_not_repeat(results):
+    assert set(results["restarted"]["fickle"]["codes"].values()) == {0}
+
+
+def test_a_second_exchange_of_a_run_begins_at_0_also_after_a_kill_before_its_first_checkpoint(results):
+    found = results["restarted"]["second"]
+    assert set(found["first"].values()) == {0}
+    assert set(found["again"].values()) == {0}
+    check_equal(found, results)
+    assert found["entries"] == ["ckpt_0", "ckpt_1", "peers", "rollout_0", "rollout_1"]
+
+
 @pytest.mark.parametrize(
     ("case", "keys"),
     [

@@ -19,7 +19,7 @@ from crossrl.config.root import RunConfig
 from crossrl.engines.base import EngineState
 from crossrl.models.digest import weights_digest
 from crossrl.report import Reporter
-from crossrl.sharing import IGNORE, open_exchange
+from crossrl.sharing import IGNORE, OWN, open_exchange
 from crossrl.stages.base import At, Stage
 from crossrl.tape.api import Split
 from crossrl.tape.errors import ExchangeError, PeerLost, TapeError
@@ -90,7 +90,7 @@ class RunTape:
         """``stage`` published to the other side of an exchange, or taken from there."""
         mode = "publish" if WRITER[stage.name] == exchange.role else "follow"
         state, bring = (self.engine_state, self.bring_state) if stage.name == "update" else (None, None)
-        ignore = IGNORE[stage.name] if mode == "follow" else ()
+        ignore = IGNORE[stage.name] if mode == "follow" else OWN[stage.name]
         return self.tape.wrap(stage, mode, exchange, restore=bring, state=state, ignore=ignore)
 
     def bring_state(self, record: Record, at: At) -> None:
@@ -135,10 +135,10 @@ class RunTape:
             self.tape.start(self.estimate(self.parts.total_steps - done))
             self.tape.set_aside(done or -1)
         if self.exchange:
-            again = self.exchange.open(done)
+            counted = self.exchange.open(done)
             self.tape.run_id = self.exchange.mine.run_id  # the one that the other side knows
-            if not again:
-                self.tape.forget_calls(self.exchange.label)  # entries are numbered from 0 in every exchange
+            if not counted:
+                self.tape.forget_calls(self.exchange.label)
             self.saved()
 
     def saved(self) -> None:

@@ -16,15 +16,16 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from crossrl.files import dump_json, publish_text, read_json
+from crossrl.files import dump_json
 from crossrl.stages.base import At
-from crossrl.tape.errors import ExchangeError, PeerLost, TapeError, WaitTimeout
-from crossrl.tape.peers import DOES, OTHER, Desk, Heart, Registration, Role, Watch, boot_id, gone
+from crossrl.tape.errors import ExchangeError, PeerLost, RecordMissing, TapeError, WaitTimeout
+from crossrl.tape.identity import Identity, load_identities, save_identities
+from crossrl.tape.peers import DOES, OTHER, Desk, Heart, Registration, Role, Watch, boot_id, gone, is_there
 from crossrl.tape.record import read_record
 
 logger = logging.getLogger("crossrl.tape")
@@ -32,29 +33,6 @@ logger = logging.getLogger("crossrl.tape")
 ENTRY = {"rollout": "rollout", "update": "ckpt"}  # stage to the name of its entries
 WRITER: dict[str, Role] = {"rollout": "ckpt", "update": "rollout"}  # stage to the role that publishes it
 _ENTRY = re.compile(r"(rollout|ckpt)_(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this run is in an exchange; kept in the run's own folder (share.json), to be the same after a restart.
-
-    ``first_step``: the step after which the exchange began (0: from the start).
-    """
-
-    run_id: str
-    root: str
-    role: Role
-    first_step: int
-
-    @classmethod
-    def load(cls, path: Path) -> list[Identity]:
-        """All exchanges that the run has been part of."""
-        try:
-            return [cls(**each) for each in read_json(path)]
-        except FileNotFoundError:
-            return []
-        except (ValueError, TypeError) as error:
-            raise ExchangeError(f"{path} is not readable: {error}. Remove it to begin a new exchange") from None
 
 
 @dataclass(slots=True)
@@ -79,6 +57,7 @@ class Exchange:
     label: str = "share data"
     mine: Registration = field(init=False)
     _peer: str | None = field(init=False, default=None)
+    _agreed: str | None = field(init=False, default=None)
     _desk: Desk = field(init=False)
     _other: Desk = field(init=False)
     _watch: Watch = field(init=False)
@@ -89,7 +68,8 @@ class Exchange:
     # -- the two ends of the run ------------------------------------------------------------------------------------
 
     def open(self, step: int) -> bool:
-        """Register. ``step``: training steps that this run has behind it. True: this run was part of it before.
+        """Register. ``step``: training steps that this run has behind it. True: some of these in this exchange, so that
+        the calls in its checkpoint were counted here.
 
         Raises ``ExchangeError``: the role is taken, the folder holds another exchange, or it cannot be written to.
         """
@@ -97,19 +77,19 @@ class Exchange:
         self._desk, self._other = Desk(self.root, self.role), Desk(self.root, OTHER[self.role])
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            again = self._register(step)
+            counted = self._register(step)
         except (PermissionError, NotADirectoryError, FileExistsError) as error:
             raise ExchangeError(f"{self.root} (trainer.share_data_dir) cannot be used: {error}") from None
         except OSError as error:
             raise ExchangeError(f"{self.root} (trainer.share_data_dir) cannot be written to: {error}") from None
-        self._refuse_strangers()
+        self._clean()
         self._watch = Watch(self._other, self.mine.boot, self.heartbeat_s)
-        self._heart = Heart(self._desk, self.mine.session)
+        self._heart = Heart(self._desk, self.mine.session, self.heartbeat_s / 2)
         self._heart.once()
         self._heart.start()
         self._open = True
         self.check()
-        return again
+        return counted
 
     def close(self, state: str, reason: str) -> None:
         """Say how the run ended, so that the other side does not wait for it."""
@@ -126,15 +106,16 @@ class Exchange:
             self._lock.close()
 
     def _register(self, step: int) -> bool:
-        path, there = self.home / "share.json", self._desk.read()
-        known = Identity.load(path)
+        there, known = self._desk.read(), load_identities(self.home)
         me = next((i for i in known if there and (i.run_id, i.role) == (there.run_id, self.role)), None)
         if there is not None and me is None:
             raise ExchangeError(self._taken(there))
         again = me is not None
         me = me or Identity(uuid.uuid4().hex, str(self.root), self.role, step)
+        self._refuse_strangers(me.run_id)
         self._peer = there.peer if there else None
-        weights = there.agreement.get("weights") if there else self.weights()
+        began = there is None or step == me.first_step  # else the weights have changed since, as they should
+        weights = self.weights() if began else there.agreement.get("weights") if there else None
         agreement = {**self.agreement, "weights": weights, "first_step": me.first_step}
         self.mine = Registration(
             self.role, me.run_id, uuid.uuid4().hex, socket.gethostname(), boot_id(), os.getpid(),
@@ -145,15 +126,16 @@ class Exchange:
         self._lock = self._desk.lock()
         if again:
             self._desk.write(self.mine)
-            return True
-        # First here: a run that is killed in between must know itself again.
-        publish_text(path, dump_json([asdict(i) for i in (*known, me)]))
-        try:
-            self._desk.claim(self.mine)
-        except FileExistsError:
-            taken = self._desk.read()
-            raise ExchangeError(self._taken(taken) if taken else f"{self._desk.path}: taken at this moment") from None
-        return False
+        else:
+            # First here: a run that is killed in between must know itself again.
+            save_identities(self.home, [*known, me])
+            try:
+                self._desk.claim(self.mine)
+            except FileExistsError:
+                taken = self._desk.read()
+                raise ExchangeError(self._taken(taken) if taken else gone(self._desk.path, None)) from None
+        # Calls are counted from 0 in every exchange; the counts of a checkpoint from before it are of another one.
+        return again and step > me.first_step
 
     def _taken(self, there: Registration) -> str:
         how = {"running": "has not said that it ended", "finished": "has ended", "failed": "has failed"}[there.state]
@@ -164,18 +146,26 @@ class Exchange:
             "another folder for a new exchange, or remove this one if it is done with"
         )
 
-    def _refuse_strangers(self) -> None:
+    def _refuse_strangers(self, run_id: str) -> None:
         """Entries that neither side of this exchange has written are left from another one."""
-        other = self._other.read()
-        known = {self.mine.run_id, *([other.run_id] if other else [])}
+        writers: dict[str, Path] = {}
         for path in sorted(self.root.iterdir()):
             if _ENTRY.fullmatch(path.name):
-                found = read_record(path).header.run_id
-                if found not in known:
-                    raise ExchangeError(
-                        f"{path} was written by run {found}, which is no side of this exchange: it is left "
-                        "from an older one. Choose another trainer.share_data_dir, or remove this folder"
-                    )
+                with suppress(RecordMissing):  # removed at this moment: both sides are done with it
+                    writers.setdefault(read_record(path).header.run_id, path)
+        other = self._other.read()  # after the entries: a side registers before it publishes
+        for found in set(writers) - {run_id, other.run_id if other else ""}:
+            raise ExchangeError(
+                f"{writers[found]} was written by run {found}, which is no side of this exchange: it is left from an "
+                "older one. Choose another trainer.share_data_dir, or remove this folder"
+            )
+
+    def _clean(self) -> None:
+        """Remove what this side left when it was killed while it wrote or removed an entry."""
+        own = [ENTRY[stage] for stage, role in WRITER.items() if role == self.role]
+        for pattern in (f".{what}-{kind}_*" for kind in own for what in ("tmp", "old")):
+            for path in self.root.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
@@ -184,7 +174,7 @@ class Exchange:
 
         Raises ``PeerLost`` (it failed or died), ``ExchangeError`` (it differs where it must not, the folder is gone).
         """
-        if not self._desk.path.exists():
+        if not is_there(self._desk.path):
             raise ExchangeError(gone(self._desk.path, None))
         if self._heart.failure is not None:
             raise ExchangeError(self._heart.failure)
@@ -193,7 +183,7 @@ class Exchange:
             if self._peer is not None:
                 raise ExchangeError(gone(self._other.path, None))
             return None
-        if other.run_id != self._peer:
+        if other.session != self._agreed:  # new, or started again, perhaps with other settings
             self._bind(other)
         trouble = self._watch.trouble(other)
         if trouble:
@@ -201,9 +191,10 @@ class Exchange:
         return other
 
     def _bind(self, other: Registration) -> None:
-        if self._peer is not None:
+        """See that ``other`` is the other side of this exchange, and fits."""
+        if self._peer not in (None, other.run_id):
             raise ExchangeError(f"{gone(self._other.path, other)}; this run's other side was run {self._peer}")
-        if other.peer is not None and other.peer != self.mine.run_id:
+        if other.peer not in (None, self.mine.run_id):
             raise ExchangeError(
                 f"{self.root}: {other.who()} already exchanges data with another run ({other.peer}): two exchanges "
                 "must not use one folder (trainer.share_data_dir)"
@@ -215,9 +206,11 @@ class Exchange:
                 f"this run and {other.who()} differ in what both sides of an exchange must have in common:\n{lines}\n"
                 "Make them equal; docs/reference/exchange.md lists what may differ"
             )
-        self._peer = other.run_id
-        self.mine = replace(self.mine, peer=other.run_id)
-        self._desk.write(self.mine)
+        if self._peer is None:
+            self._peer = other.run_id
+            self.mine = replace(self.mine, peer=other.run_id)
+            self._desk.write(self.mine)
+        self._agreed = other.session
         logger.info("%s: the other side is %s, run %s", self.label, other.who(), other.run_id)
 
     def wait(self, path: Path, timeout_s: float, why: str) -> None:
@@ -229,11 +222,12 @@ class Exchange:
         start = said = shown = time.monotonic()
         pause = 0.005
         self._heart.tell(waiting=path.name)
-        while not path.exists():
+        while not is_there(path):
             other, now = self.check(), time.monotonic()
-            if other is not None and other.state == "finished" and not path.exists():
+            # Looked at again where it may have come in between: an end and a later entry both follow its appearance.
+            if other is not None and other.state == "finished" and not is_there(path):
                 raise PeerLost(f"{other.who()} ended without {path.name} ({why}): {other.reason}")
-            if later := self._later(path):
+            if (later := self._later(path)) and not is_there(path):
                 raise ExchangeError(
                     f"{path} was removed, since both sides were done with it; {later.name} is there. This run needs it "
                     "because it began at an earlier checkpoint than it once had: start it at its last one "
@@ -284,11 +278,10 @@ class Exchange:
         for stage, role in WRITER.items():
             if role == self.role:
                 last = min(calls.get(stage, 0), other.done.get(stage, 0)) - self.keep
-                for index in range(last - 1, -1, -1):
-                    path = self.root / f"{ENTRY[stage]}_{index}"
-                    if not path.exists():
-                        break
-                    self._remove(path)
+                kind = f"{ENTRY[stage]}_"
+                names = (p.name[len(kind) :] for p in self.root.glob(f"{kind}*"))
+                for index in sorted(i for i in map(int, filter(str.isdecimal, names)) if i < last):
+                    self._remove(self.root / f"{kind}{index}")
 
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f".old-{path.name}-{self.mine.session[:8]}")  # whole or not at all, also for a reader
@@ -307,7 +300,7 @@ class Exchange:
         path = self.path(stage, at, index)
         if self._open:
             self.check()
-        if not path.exists():
+        if not is_there(path):
             return None
         found, want = read_record(path).header.run_id, self.mine.run_id if WRITER[stage] == self.role else self._peer
         if found != want:

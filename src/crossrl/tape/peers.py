@@ -14,15 +14,16 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from crossrl.files import dump_json, publish_text, read_json
 from crossrl.tape.errors import ExchangeError, TapeError
 
+T = TypeVar("T")
 Role = Literal["ckpt", "rollout"]
 OTHER: dict[Role, Role] = {"ckpt": "rollout", "rollout": "ckpt"}
 DOES: dict[str, str] = {"ckpt": "infers", "rollout": "trains"}
@@ -78,10 +79,12 @@ class Desk:
     def read(self) -> Registration | None:
         """None if nobody has registered. Raises ``ExchangeError`` for a file that is none of ours."""
         try:
-            found = Registration(**read_json(self.path))
+            found = patiently(lambda: Registration(**read_json(self.path)))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError) as error:
+        except OSError as error:
+            raise ExchangeError(f"{self.path} cannot be read: {error.strerror}. Is the folder still mounted?") from None
+        except (ValueError, TypeError) as error:
             raise ExchangeError(
                 f"{self.path} cannot be read as a registration: {error}. Was it written by another version? "
                 "Use a new folder (trainer.share_data_dir)"
@@ -104,6 +107,10 @@ class Desk:
         publish_text(draft, dump_json(asdict(mine)))
         try:
             os.link(draft, self.path)
+        except FileExistsError:
+            there = self.read()  # NFS may answer so to its own request, sent twice
+            if there is None or there.session != mine.session:
+                raise
         finally:
             draft.unlink(missing_ok=True)
 
@@ -112,11 +119,17 @@ class Desk:
         there = self.read()
         if there is None or there.run_id != mine.run_id:
             raise ExchangeError(gone(self.path, there))
-        publish_text(self.path, dump_json(asdict(mine)))
+        try:
+            publish_text(self.path, dump_json(asdict(mine)))
+        except OSError as error:
+            raise ExchangeError(
+                f"{self.path} cannot be written: {error.strerror}. Make room, then start again"
+            ) from None
 
     def lock(self) -> IO[str]:
         """Hold the lock for as long as the file is open. Raises ``ExchangeError``: somebody else holds it for 5 s."""
-        file = self.lock_path.open("w")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # in a folder that others may write to
+        file = os.fdopen(os.open(self.lock_path, flags, 0o666), "r+")
         end = time.monotonic() + 5.0
         while True:
             try:
@@ -146,11 +159,13 @@ class Desk:
 
 
 class Heart(threading.Thread):
-    """Writes a ``Beat`` every second until ``stop``. ``failure``: why it could not; then it has stopped."""
+    """Writes a ``Beat`` every second until ``stop``. ``failure``: why it could not for ``limit_s`` seconds; it has
+    stopped then, as the other side is about to take this one for dead."""
 
-    def __init__(self, desk: Desk, session: str) -> None:
+    def __init__(self, desk: Desk, session: str, limit_s: float) -> None:
         super().__init__(name="crossrl-heartbeat", daemon=True)
-        self.desk = desk
+        self.desk, self.limit_s = desk, limit_s
+        self._good = time.monotonic()
         self.failure: str | None = None
         self._beat = Beat(session, 0)
         self._over, self._guard = threading.Event(), threading.Lock()
@@ -170,8 +185,10 @@ class Heart(threading.Thread):
             try:
                 draft.write_text(dump_json(asdict(self._beat)), encoding="utf-8")
                 draft.replace(self.desk.beat_path)
+                self._good = time.monotonic()
             except OSError as error:
-                self.failure = f"{self.desk.beat_path} cannot be written: {error.strerror}"
+                if time.monotonic() - self._good > self.limit_s:
+                    self.failure = f"{self.desk.beat_path} cannot be written: {error.strerror}"
 
     def run(self) -> None:
         while not self._over.wait(BEAT_S) and self.failure is None:
@@ -237,6 +254,31 @@ class Watch:
         if not self._moved() and time.monotonic() - self._at > self.limit_s:
             return f"no sign of life for {self.limit_s:g} s (trainer.share_data_heartbeat)"
         return None
+
+
+def patiently(read: Callable[[], T], tries: int = 5, pause_s: float = 0.2) -> T:
+    """What ``read`` returns. A network folder may fail for a moment (ESTALE): then again, for about a second."""
+    for left in reversed(range(tries)):
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if not left:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+def is_there(path: Path) -> bool:
+    """Whether ``path`` exists. Raises ``ExchangeError`` when that cannot be told."""
+    try:
+        patiently(path.lstat)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ExchangeError(f"{path} cannot be looked at: {error.strerror}. Is the folder still mounted?") from None
+    return True
 
 
 def boot_id() -> str:

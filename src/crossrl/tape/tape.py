@@ -142,7 +142,8 @@ class Tape:
         if layout not in self._layouts:
             self._layouts.append(layout)
             logger.info("%s: %s", layout.label, layout.describe())
-            clean_leftovers(layout.root)
+            if mode not in ("publish", "follow"):  # there somebody else writes too; each side removes its own
+                clean_leftovers(layout.root)
         if in_ray_session(layout.root):
             logger.warning(
                 "%s: %s lies in Ray's session folder, which is removed with the cluster; choose a folder that stays",
