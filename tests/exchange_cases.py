@@ -247,10 +247,16 @@ def restarts(demo: Path, work: Path) -> dict[str, object]:
 
     # With another seed: the two belonged together before, and do no more.
     disturbed(demo, work, "changed", "ckpt", kill)
-    keys = {"rollout": [], "ckpt": ["trainer.seed=2"]}
+    limit = "trainer.share_data_timeout=20"
+    keys = {"rollout": [limit], "ckpt": [limit, "trainer.seed=2"]}
     pids = {r: start(demo, work / f"changed-{r}", work / "changed-share", r, *more) for r, more in keys.items()}
     codes = {r: end(p) for r, p in pids.items()}
     out["changed"] = {"codes": codes, "errors": {r: error(work, "changed", r) for r in pids}}
+    # Refused for a seed that differs; then mended, and the side that was right all the time is started first.
+    wrong = {"ckpt": ["trainer.share_data_timeout=20"], "rollout": ["trainer.seed=2"]}
+    pids = {r: start(demo, work / f"mended-{r}", work / "mended-share", r, *more) for r, more in wrong.items()}
+    first = {r: end(p) for r, p in pids.items()}
+    out["mended"] = {"first": first, "again": pair(demo, work, "mended", delay_s=1.0), **ends(work, "mended")}
     # A verifier that is not quite repeatable: what the trainer has published stays published.
     reward = work / "fickle.py"
     reward.write_text(

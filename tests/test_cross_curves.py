@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
+import os
+import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cross_cases import metrics, write_jsonl
 
-from crossrl.cross.arms import load_experiment
+from crossrl import trainer
+from crossrl.cross.arms import Arm, load_experiment
 from crossrl.cross.curves import CurveError, common_name, no_signal_since, non_finite, read_curves
+from crossrl.trainer import Trainer, TrainingError
 
 REWARD = "critic/score/mean"
 
@@ -141,6 +148,70 @@ def test_a_pair_tells_why_it_failed_in_the_words_of_the_side_that_did(tmp_path):
     (peers / "rollout.json").write_text(json.dumps({"state": "running"}))
     arm = load_experiment(tmp_path).arms["AB"]
     assert (arm.state, arm.reason) == ("failed", "inference half: out of memory")
+
+
+def pair_that_failed(root: Path, steps: int, **reasons: str) -> Arm:
+    for half in ("train", "infer"):
+        run_folder(root / "arms/AB" / half, steps, 20, done=False)
+        if not steps:
+            (root / "arms/AB" / half / "metrics.jsonl").unlink()
+    peers = root / "arms/AB/share/peers"
+    peers.mkdir(parents=True)
+    for role, reason in reasons.items():
+        (peers / f"{role}.json").write_text(json.dumps({"state": "failed", "reason": reason}))
+    return load_experiment(root).arms["AB"]
+
+
+GONE = "the run that infers (/x on h, process 1) died: its process is gone"
+
+
+@pytest.mark.parametrize(
+    ("steps", "reasons"),
+    [(0, {"ckpt": "out of memory"}), (0, {}), (5, {"rollout": GONE}),
+     (5, {"ckpt": "No space left on device", "rollout": GONE.replace("infers", "trains")}),
+     (5, {"ckpt": "this run and ... differ in what both sides of an exchange must have in common"}),
+     (5, {"ckpt": "stopped by Ctrl-C"})],
+)  # fmt: skip
+def test_a_pair_that_never_ran_or_whose_exchange_failed_is_missing_with_its_reason(tmp_path, steps, reasons):
+    arm = pair_that_failed(tmp_path, steps, **reasons)
+    assert arm.state == "missing"
+    assert all(reason in arm.reason for reason in reasons.values()) and arm.reason
+
+
+def test_what_a_pair_computed_and_failed_by_is_a_failure_though_the_other_half_lost_its_peer(tmp_path):
+    lost = "the run that infers (/x on h, process 1) failed: gradients are not finite"
+    arm = pair_that_failed(tmp_path, 5, ckpt="gradients are not finite", rollout=lost)
+    assert (arm.state, arm.reason) == ("failed", "inference half: gradients are not finite")
+
+
+def test_a_run_of_another_machine_or_without_a_lock_that_can_be_asked_is_not_called_failed(tmp_path, monkeypatch):
+    run = run_folder(tmp_path / "arms/AA", 7, 20, done=False)
+    (run / ".lock").write_text("elsewhere 17\n")
+    found = load_experiment(tmp_path).arms["AA"]
+    assert found.state == "running" and "cannot be told from this machine" in found.reason
+    (run / ".lock").write_text(f"{socket.gethostname()} 17\n")
+    assert load_experiment(tmp_path).arms["AA"].state == "failed"
+
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert load_experiment(tmp_path).arms["AA"].state == "running"
+
+
+def test_looking_whether_a_run_is_alive_does_not_stop_one_that_is_about_to_start(tmp_path, monkeypatch):
+    """``crossrl verdict`` holds the lock for the moment of its look."""
+    starting = SimpleNamespace(folder=tmp_path)
+    with (tmp_path / ".lock").open("w") as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        later = threading.Timer(0.3, fcntl.flock, (look, fcntl.LOCK_UN))
+        later.start()
+        with Trainer._lock(starting):
+            assert (tmp_path / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
+            monkeypatch.setattr(trainer, "LOCK_S", 0.1)
+            with pytest.raises(TrainingError, match="another run is writing"), Trainer._lock(starting):
+                pass
+        later.join()
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

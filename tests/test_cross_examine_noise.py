@@ -1,7 +1,12 @@
 """What rounding explains is nobody's fault, and it hides no fault that is larger."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+import torch
 from cross_runs import (
     ACTOR,
     MODEL,
@@ -13,11 +18,13 @@ from cross_runs import (
     mapped,
     of_stage,
     sampling,
+    stale_weights,
 )
 
 from crossrl.batch import Batch, Ragged
 from crossrl.cross.judge_rollout import compare_tokens, flips_allowed
 from crossrl.cross.noise import numerics_of
+from crossrl.tape.versions import DETERMINISTIC, versions
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +124,76 @@ def test_a_step_without_signal_is_not_blamed_for_the_noise_that_adam_makes_a_ste
     assert differing(examined) == {}
     runs.record("nothing_faulty", plant=lambda parts: (nothing(parts), lr_times_ten(parts)))
     assert differing(runs.examine("nothing_faulty", *HARMLESS["attention"], plant=nothing)) == {"update": 1}
+
+
+SMALL = f"{ACTOR}.optim.lr=1e-5"
+
+
+def test_a_fault_of_a_is_found_through_the_coarse_rounding_of_a_bfloat16_sampler_of_b(runs):
+    """What B's sampler rounds says nothing about A's tokens, which B's trainer scores in float32."""
+    runs.record("stale", OWN_WEIGHTS, SMALL, plant=stale_weights)
+    examined = runs.examine("stale", OWN_WEIGHTS, SMALL, f"{ROLLOUT}.dtype=bfloat16")
+    assert examined.numerics == "bfloat16" and differing(examined) == {"rollout": 2}
+    [found] = of_stage(examined, "rollout", "differs")
+    assert "weights of one step before" in found.hint
+    assert (found.gaps[0].kind, found.gaps[0].field) == ("score", "rollout_log_probs")
+    assert "where rounding (float32) explains 0.0002 and 2e-05" in found.sentence
+    runs.record("fresh", OWN_WEIGHTS, SMALL)
+    assert differing(runs.examine("fresh", OWN_WEIGHTS, SMALL, f"{ROLLOUT}.dtype=bfloat16")) == {}
+
+
+def test_a_fault_of_a_s_trainer_does_not_make_b_s_inference_look_guilty_by_its_score(runs, clean):
+    def off(parts):
+        log_probs = parts.trainer.log_probs
+
+        def wrong(batch, temperature, entropy):
+            values, more = log_probs(batch, temperature, entropy)
+            return Ragged(values.values - np.float32(0.01), values.lengths), more
+
+        parts.trainer.log_probs = wrong
+
+    examined = runs.examine("clean", *HARMLESS["attention"], of="B", by="A", plant=off)
+    assert differing(examined) == {"old_log_prob": 1} and of_stage(examined, "rollout", "noise")
+
+
+def test_a_cuda_device_is_never_exact_unless_its_algorithms_are_deterministic(runs):
+    mine = runs.load("x").config
+    loose = {"device": "cuda:0 (x)", DETERMINISTIC: "False"}
+    found = numerics_of(mine, mine, loose, loose)
+    assert (found.inference, found.training, found.host) == ("float32", "float32", "exact")
+    assert "deterministic" in found.because[0]
+    strict = {**loose, DETERMINISTIC: "True"}
+    assert numerics_of(mine, mine, strict, strict).loosest == "exact"
+
+
+def test_a_processor_of_the_same_name_with_other_kernels_is_a_declared_difference(runs):
+    """ATEN_CPU_CAPABILITY and virtual machines restrict what the same model of processor does."""
+    mine, here = runs.load("x").config, versions()
+    assert here["processor kernels"] == torch.backends.cpu.get_cpu_capability()
+    other = {**here, "processor kernels": "something else"}
+    assert numerics_of(mine, mine, here, here).loosest == "exact"
+    assert numerics_of(mine, mine, other, here).loosest == "float32"
+    kernels = "import torch, crossrl.tape.versions as v; print(v.versions()['processor kernels'])"
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    told = subprocess.run([sys.executable, "-c", kernels], env=env, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "DEFAULT"
+
+
+def test_what_would_not_have_been_seen_is_said_for_each_kind_of_work_and_only_where_it_is_not_exact(runs, clean):
+    assert runs.examine("clean", by="A").unseen == ()
+    [inference] = runs.examine("clean", f"{ROLLOUT}.dtype=bfloat16").unseen
+    assert inference.startswith("inference (bfloat16): log-probs of the sampler off by 0.6 nat (0.1 in the mean)")
+    assert "by 0.0002 nat (2e-05 in the mean) from the trainer's" in inference
+    training = runs.examine("clean", *HARMLESS["micro-batches"]).unseen
+    assert [text.partition(":")[0] for text in training] == ["training (float32)"]
+
+
+def test_trained_weights_in_bfloat16_on_one_side_are_another_training_and_the_setting_is_named(runs, clean):
+    """Updates that a bfloat16 weight cannot take up are lost: no rounding that a limit could allow for."""
+    key = f"{ACTOR}.fsdp_config.model_dtype"
+    examined = runs.examine("clean", f"{key}=bfloat16")
+    assert differing(examined) == {"update": 1}
+    assert f"{key} (A: auto, B: bfloat16)" in of_stage(examined, "update", "differs")[0].sentence
 
 
 def test_inference_in_bfloat16_loosens_inference_and_nothing_else(runs):

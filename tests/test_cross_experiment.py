@@ -10,7 +10,7 @@ import pytest
 
 from crossrl.cli.main import main
 from crossrl.cross.experiment import ExperimentError, Runner
-from crossrl.cross.findings import Verdict, from_json
+from crossrl.cross.findings import Examination, Finding, Verdict, from_json, to_json
 from crossrl.cross.plan import PlanError, make_plan
 
 
@@ -65,6 +65,30 @@ def test_a_run_whose_length_is_given_in_epochs_goes_on_after_its_recorded_steps(
         runner.together(plan.alone("BB", until))
     assert [p.state for p in runner.lines] == ["done", "done"]
     assert len((plan.folder.arm("BB") / "metrics.jsonl").read_text().splitlines()) == 8
+
+
+def test_b_is_called_deterministic_only_where_its_own_examination_judged_what_the_weights_decide(side, tmp_path):
+    plan = make_plan(tmp_path / "x", [], [], 2, None, (side, side))
+    runner = Runner(plan, lambda lines: None, lambda text: None, lambda early: None, 300.0, main)
+    path = plan.folder.examined("B", "B")
+    path.parent.mkdir(parents=True)
+
+    def deterministic(**judged: str) -> bool:
+        stages = {"rollout": "equal", "update": "equal", "reward": "equal", "sync": "equal"} | judged
+        found = tuple(Finding("B", "B", s, 1, j, "") for s, j in stages.items())
+        path.write_text(json.dumps(to_json(Examination("B", "B", (1,), "exact", (), found))))
+        return runner.deterministic()
+
+    assert deterministic() and deterministic(data="not judged")
+    for stage in ("rollout", "update", "old_log_prob", "ref_log_prob"):
+        assert not deterministic(**{stage: "not judged"}), stage
+    assert not deterministic(update="noise") and not deterministic(reward="differs")
+    path.write_text(
+        json.dumps(to_json(Examination("B", "B", (1,), "exact", (), (Finding("B", "B", "data", 1, "equal", ""),))))
+    )
+    assert not runner.deterministic()  # nothing that the weights decide was judged
+    path.unlink()
+    assert not runner.deterministic()
 
 
 def test_a_side_that_cannot_start_is_an_error_with_its_reason_and_no_verdict(side, tmp_path):

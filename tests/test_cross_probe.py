@@ -464,6 +464,17 @@ def test_a_side_with_an_interpreter_and_environment_of_its_own_runs_in_a_process
     assert "cross.python=/nowhere/python" in capsys.readouterr().err
 
 
+def test_a_run_s_own_folder_cannot_name_a_program_to_start(run, side, tmp_path, capsys):
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    script.chmod(0o755)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text(side(**{"cross.python": str(script)}).read_text())
+    assert main(["probe", str(run), str(other), "--step", "2"]) == 0
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_side_elsewhere_is_told_what_to_run_before_anything_runs(run, side, tmp_path, capsys):
     far, out = side(**{"cross.remote": "ssh gpu7"}), tmp_path / "shared"
     assert main(["probe", str(run), "--step", "2", "--config-b", str(far), "--out", str(out)]) == 2

@@ -10,6 +10,7 @@ import pytest
 from cross_cases import arm, arms, metrics
 
 from crossrl.cli.main import parse
+from crossrl.cross.arms import Arm
 from crossrl.cross.next_steps import NextSteps
 from crossrl.cross.scenario import Scenario, scenario
 
@@ -143,6 +144,38 @@ def test_non_finite_values_and_a_vanished_signal_are_failures():
     flat = metrics(1)
     flat["actor/grad_norm"] |= dict.fromkeys(range(41, 61), 0.0)
     assert said(AA=flat, AB=metrics(2), BA=flat).conclusion == "training"
+
+
+def solved(seed: int, steps: int = 60) -> dict[str, dict[int, float]]:
+    """Rewards rise to 1, and from step 41 on there is nothing left to learn from."""
+    found = metrics(seed, steps, reward=(21, 0.5))
+    found["actor/grad_norm"] |= dict.fromkeys(range(41, steps + 1), 0.0)
+    return found
+
+
+def test_having_solved_the_task_is_no_failure_of_either_side():
+    ahead = metrics(2, reward=(21, 0.48))  # as good, and still at it
+    for aa, bb in ((solved(1), ahead), (ahead, solved(1)), (solved(1), solved(3))):
+        assert said(AA=aa, BB=bb).conclusion == "no difference"
+    found = said(AA=metrics(1, **BAD), AB=metrics(2, reward=(21, 0.5)), BA=metrics(3, **BAD), BB=solved(0))
+    assert found.conclusion == "training"  # the reference has solved it, A has not
+
+
+def test_having_nothing_to_learn_from_at_a_lower_reward_is_a_failure_of_the_reference_too():
+    dead = metrics(1)
+    dead["actor/grad_norm"] |= dict.fromkeys(range(41, 61), 0.0)
+    assert "and a higher reward" in text(said(AA=dead, BB=metrics(2, reward=(21, 0.5))))
+    assert "failed itself" in text(said(AA=metrics(2, reward=(21, 0.5)), BB=dead))  # A is better
+    never = metrics(1)
+    never["actor/grad_norm"] = dict.fromkeys(range(1, 61), 0.0)
+    assert "failed itself" in text(said(AA=never, BB=never))  # nothing was ever learned
+
+
+def test_pairs_that_never_ran_are_missing_and_no_symptom():
+    absent = {n: Arm(n, (Path(n),), None, "missing", "it never ran: refused") for n in ("AB", "BA")}
+    found = said(AA=metrics(1, **BAD), **absent)
+    assert (found.conclusion, found.candidates) == ("not distinguishable", ())
+    assert "AB (inference of A, training of B) is missing: it never ran: refused." in text(found)
 
 
 def test_what_is_not_finite_in_the_reference_too_is_no_failure():

@@ -295,6 +295,7 @@ def test_the_record_of_a_sync_says_what_was_sent_and_what_is_held() -> None:
     expected = weights_digest(all_names(model))
     count = len(list(distinct_parameters(model)))
     facts = {"weight_version": 3, "tensors": count, "sent": expected, "held": expected, "cast": None}
+    facts["prefix_cache"] = "none is kept"
     assert synced(trainer, HfRolloutEngine(model, [EOS])) == {"sync": facts}
     assert synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS])) == {"sync": facts}
     half = synced(trainer, HfRolloutEngine(tiny(seed=5).bfloat16(), [EOS], receives=torch.float32))["sync"]

@@ -126,6 +126,13 @@ def test_a_side_that_is_started_again_with_what_must_not_differ_is_refused(resul
     assert "trainer.seed: here 2, there 1" in found["errors"]["ckpt"]
 
 
+def test_once_what_differed_is_mended_the_pair_runs_whichever_side_starts_first(results):
+    found = results["restarted"]["mended"]
+    assert set(found["first"].values()) == {2}
+    assert set(found["again"].values()) == {0}
+    check_equal(found, results)
+
+
 def test_a_trainer_that_is_started_again_takes_its_own_checkpoints_though_its_rewards_do_not_repeat(results):
     assert set(results["restarted"]["fickle"]["codes"].values()) == {0}
 

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from crossrl.stages.checkpoint import Checkpoint
 from crossrl.taping import RunTape
 from crossrl.validation import validate
 
+LOCK_S = 5.0  # for how long a folder's lock is asked for
 NO_SIGNAL_STEPS = 5  # so many steps in a row without any advantage are worth a warning
 
 
@@ -324,14 +326,21 @@ class Trainer:
     def _lock(self) -> Iterator[None]:
         """Two runs in one folder would overwrite each other; the lock goes with the process, even a killed one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise TrainingError(
-                    f"another run is writing to {self.folder}; wait for it, or set trainer.default_local_dir"
-                ) from None
-            file.write(str(os.getpid()))
+        with (self.folder / ".lock").open("a") as file:  # what the holder wrote stays if this one is refused
+            end = time.monotonic() + LOCK_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise TrainingError(
+                            f"another run is writing to {self.folder}; wait for it, or set trainer.default_local_dir"
+                        ) from None
+                    time.sleep(0.02)  # somebody looks whether it is held (crossrl verdict), for a moment
+            file.truncate(0)
+            file.write(f"{socket.gethostname()} {os.getpid()}\n")
+            file.flush()
             yield
 
 

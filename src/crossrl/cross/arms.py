@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,15 @@ from crossrl.cross.curves import CurveError, Curves, no_signal_since, non_finite
 from crossrl.cross.findings import Examination, from_json
 from crossrl.cross.folder import ALONE, PAIRS, Folder
 from crossrl.files import read_json
+from crossrl.tape.compare import flatten
 
 ARMS = (*ALONE, *PAIRS)
+# Reasons that a side gives for its end (``tape/exchange.py``, ``peers.py``, ``publish.py``) which say nothing about
+# what it computes: the other side is gone or differs where it must not, the folder or the disk, somebody stopped it.
+OF_EXCHANGE = re.compile(
+    r"the run that (infers|trains)|share_data|have in common|this exchange|has vanished|now belongs to|still mounted"
+    r"|cannot be written|Make room|[Nn]o space left|did not appear within|stopped by Ctrl-C"
+)
 # What an arm is, for people.
 MEANING = {
     "AA": "A alone", "BB": "B alone", "BB2": "B once more", "AB": "inference of A, training of B",
@@ -28,8 +37,10 @@ MEANING = {
 class Arm:
     """``runs``: its folders (or its one file of metrics). ``curves``: of the run that trains; None if there are none.
 
-    ``state``: ``done`` also stands for a file of metrics, of which nothing more is known; ``failed``: it stopped before
-    its planned end, and nothing is running there. ``reason``: why, for ``missing`` and ``failed``. ``non_finite``:
+    ``state``: ``done`` also stands for a file of metrics, of which nothing more is known; ``running``: also where that
+    cannot be told from here; ``failed``: it stopped before its planned end, and nothing is running there. A pair is
+    ``missing``, too, when it stopped without a step, or because of the exchange and not of what it computed.
+    ``reason``: why, for ``missing`` and ``failed``; for ``running``, why it cannot be told. ``non_finite``:
     metric to the first step at which it is not a number; ``no_signal``: since when there is nothing to learn from.
     """
 
@@ -98,9 +109,17 @@ def _arm(name: str, runs: tuple[Path, ...], main: Path) -> Arm:
     if not any(run.is_dir() for run in runs):
         return Arm(name, runs, None, "missing", f"{main} is not there")
     states = [_state(run) for run in runs]
-    if name in PAIRS and (told := _told(main.parent / "share")):
-        states.insert(0, ("failed", told))
-    curves = read_curves(main) if (main / "metrics.jsonl").is_file() else None
+    curves = read_curves(main) if _has_lines(main / "metrics.jsonl") else None
+    if name in PAIRS:
+        own, exchange = _told(main.parent / "share")
+        failed = [reason for state, reason in states if state == "failed"]
+        if own or exchange or failed:
+            reason = "; ".join(own or exchange) or failed[0]
+            if curves is None:
+                return Arm(name, runs, None, "missing", f"it never ran: {reason}")
+            if exchange and not own:
+                return Arm(name, runs, curves, "missing", f"the exchange failed, not what is exchanged: {reason}")
+            states.insert(0, ("failed", reason))
     for wanted in ("failed", "running", "missing"):
         for state, reason in states:
             if state == wanted:
@@ -110,15 +129,17 @@ def _arm(name: str, runs: tuple[Path, ...], main: Path) -> Arm:
     return _with_curves(name, runs, curves, "done", "")
 
 
-def _told(share: Path) -> str:
-    """What the sides of a pair told each other about how they failed; "" if neither did."""
-    reasons = []
+def _told(share: Path) -> tuple[list[str], list[str]]:
+    """What the sides of a pair told each other about how they failed: of themselves, and of the exchange."""
+    own: list[str] = []
+    exchange: list[str] = []
     for role, half in (("ckpt", "inference half"), ("rollout", "training half")):
         with contextlib.suppress(OSError, ValueError, TypeError):
             body = read_json(share / "peers" / f"{role}.json")
             if body["state"] == "failed":
-                reasons.append(f"{half}: {body['reason']}")
-    return "; ".join(reasons)
+                found = exchange if OF_EXCHANGE.search(body["reason"]) else own
+                found.append(f"{half}: {body['reason']}")
+    return own, exchange
 
 
 def _with_curves(name: str, runs: tuple[Path, ...], curves: Curves | None, state: Any, reason: str) -> Arm:
@@ -131,24 +152,31 @@ def _state(run: Path) -> tuple[str, str]:
     """State of one run of CrossRL and the reason. A run that ends well leaves its model in huggingface/."""
     if not run.is_dir():
         return "missing", f"{run} is not there"
-    if _locked(run):
+    locked = _locked(run)
+    if locked:
         return "running", ""
     last, planned = _steps_done(run), _planned(run)
     if (run / "huggingface").is_dir() or (planned and last >= planned):
         return "done", ""
+    if locked is None:
+        return "running", f"whether a process still writes to {run} cannot be told from this machine"
     return "failed", f"{run} stopped after step {last}" + (f" of {planned}" if planned else "") + ", before its end"
 
 
-def _locked(run: Path) -> bool:
-    """Whether a process writes there. A run holds ``.lock`` (``Trainer``) until it ends, however it ends."""
+def _locked(run: Path) -> bool | None:
+    """Whether a process writes there; None: not known. A run holds ``.lock`` (``Trainer``, which writes its machine and
+    process into it) until it ends, however it ends; not every file system tells that to other machines."""
     try:
         with (run / ".lock").open() as file:
+            host = file.readline().partition(" ")[0].strip()
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except FileNotFoundError:
         return False
-    return False
+    except OSError:
+        return None
+    return False if host in ("", socket.gethostname()) else None
 
 
 def _steps_done(run: Path) -> int:
@@ -174,14 +202,4 @@ def read_config(run: Path) -> dict[str, Any]:
         body = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
         raise CurveError(f"{file} cannot be read: {error}") from error
-    return _flat(body) if isinstance(body, dict) else {}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return flatten(body) if isinstance(body, dict) else {}

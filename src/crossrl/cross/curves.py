@@ -105,7 +105,8 @@ def non_finite(curves: Curves) -> dict[str, int]:
 
 def no_signal_since(curves: Curves) -> int | None:
     """The step since when no group has had different rewards, or the gradient has been exactly 0, up to the last step;
-    None unless that is ``NO_SIGNAL_STEPS`` steps or more."""
+    None unless that is ``NO_SIGNAL_STEPS`` steps or more. Whether that is bad, the reward says: a run that has solved
+    its task has nothing to learn from either (``below``, ``reached``)."""
     groups, equal = curves.finite("advantage/groups"), curves.finite("advantage/groups_all_equal")
     empty = {step: equal[step] >= count for step, count in groups.items() if step in equal}
     norm = curves.named("gradient norm")
@@ -117,6 +118,22 @@ def no_signal_since(curves: Curves) -> int | None:
             break
         since, count = step, count + 1
     return since if count >= NO_SIGNAL_STEPS else None
+
+
+def below(curves: Curves, other: Curves, since: int) -> bool:
+    """Whether the mean reward from step ``since`` on is lower than ``other``'s at the same steps; True where there is
+    none to compare."""
+    name = common_name("reward", [curves, other])
+    mine, theirs = (c.finite(name or "") for c in (curves, other))
+    steps = [s for s in mine if s >= since and s in theirs]
+    return not steps or sum(mine[s] for s in steps) < sum(theirs[s] for s in steps)
+
+
+def reached(curves: Curves, since: int) -> bool:
+    """Whether the mean reward from step ``since`` on is at least that of the steps before it: learned, and not lost."""
+    rewards = curves.finite(curves.named("reward") or "")
+    before, after = ([v for s, v in rewards.items() if (s >= since) == late] for late in (False, True))
+    return bool(before and after) and sum(after) / len(after) >= sum(before) / len(before)
 
 
 def _from_lines(file: Path, text: str) -> Iterable[dict[str, Any]]:

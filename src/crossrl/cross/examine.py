@@ -38,7 +38,7 @@ from crossrl.cross.judge_records import (
 from crossrl.cross.judge_rollout import judge_rollout
 from crossrl.cross.judge_update import judge_update
 from crossrl.cross.judge_values import judge_values
-from crossrl.cross.noise import numerics_of
+from crossrl.cross.noise import numerics_of, unseen
 from crossrl.cross.setting_parts import facts_here, facts_recorded, flat_settings, parts_of, settings_between
 from crossrl.cross.states import States
 from crossrl.engines.base import EngineError
@@ -106,7 +106,7 @@ def examine(
         raise ExamineError(f"{tape.layout.root}: nothing was compared: {reasons:.1500}")
     return Examination(
         of, by, tuple(wanted), bench.numerics.loosest, bench.numerics.because,
-        tuple(_with_settings(f, settings, of, by) for f in findings), settings, took,
+        tuple(_with_settings(f, settings, of, by) for f in findings), settings, took, unseen(bench.numerics),
     )  # fmt: skip
 
 

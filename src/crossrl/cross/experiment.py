@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from crossrl.cross.arms import load_examinations
 from crossrl.cross.findings import Verdict
 from crossrl.cross.plan import Job, Plan
-from crossrl.cross.runner import Progress, run_here, run_together
+from crossrl.cross.runner import Progress, run_here, run_together, was_done
 from crossrl.cross.verdict import recompute
+
+# Stages that compute with the model.
+OF_WEIGHTS = ("rollout", "old_log_prob", "ref_log_prob", "update")
 
 
 class ExperimentError(RuntimeError):
@@ -33,6 +36,8 @@ class Runner:
 
     def run(self, quick: bool) -> Verdict:
         """All of it, or with ``quick`` only what the examination of the recorded steps needs."""
+        if self.execute is not None and not quick:
+            raise ValueError("the two runs of a pair wait for each other: they need a process each")
         plan = self.plan
         short = None if plan.steps == plan.record else plan.record
         until = plan.record if quick else short or plan.steps
@@ -56,7 +61,8 @@ class Runner:
 
     def together(self, *jobs: Job) -> None:
         for job in jobs:
-            if job.side.remote is not None and not (job.result and job.result.is_file()):
+            if job.side.remote is not None and not was_done(job):
+                job.log.parent.mkdir(parents=True, exist_ok=True)
                 self.say(f"to be run for side {job.side.name} ({job.what}):\n{job.shell()}")
         before = list(self.lines)
 
@@ -70,9 +76,13 @@ class Runner:
         self.lines = [*before, *new]
 
     def deterministic(self) -> bool:
-        """Whether B's own examination of itself found all bits equal: then a repeat would be the same run."""
+        """Whether B's own examination of itself found all bits equal: then a repeat would be the same run. What was not
+        judged is not known to be equal; it counts where the weights have a say, whose rounding is what may vary."""
         own = [e for e in load_examinations(self.plan.folder) if (e.of, e.by) == ("B", "B")]
-        return bool(own) and all(f.judged in ("equal", "not judged") for f in own[0].findings)
+        found = {(f.stage, f.judged) for e in own for f in e.findings}
+        return {("rollout", "equal"), ("update", "equal")} <= found and all(
+            judged == "equal" or (judged == "not judged" and stage not in OF_WEIGHTS) for stage, judged in found
+        )
 
     def need_records(self) -> None:
         """A run that failed later is evidence; one that recorded nothing leaves nothing to compare."""

@@ -75,6 +75,10 @@ class Finding:
     harmless: bool = False
     """It differs, but in nothing that training sees (a constant added to the rewards of one group)."""
 
+    def __post_init__(self) -> None:
+        if self.stage not in PART:
+            raise ValueError(f"Finding: stage: want one of {', '.join(PART)}, found {self.stage!r}")
+
     @property
     def part(self) -> Part:
         return PART[self.stage]
@@ -107,6 +111,8 @@ class Examination:
     findings: tuple[Finding, ...]
     settings: tuple[Setting, ...] = ()
     seconds: float = 0.0
+    unseen: tuple[str, ...] = ()
+    """What is smaller than the limits of ``noise`` and so would have passed, in words; nothing where all is exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,26 +184,38 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], body: Any) -> T:
-    """The inverse for the dataclasses of this module. Raises ``ValueError`` naming an unknown or missing key."""
+    """The inverse for the dataclasses of this module. Raises ``ValueError`` naming what is wrong: an unknown or missing
+    key, or a value that its field cannot have."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(body, dict) or set(body) - known:
         raise ValueError(f"{kind.__name__}: want the keys {sorted(known)}, found {body!r:.200}")
     hints = typing.get_type_hints(kind)
     try:
-        return kind(**{name: _value(hints[name], value) for name, value in body.items()})
+        return kind(**{name: _value(hints[name], value, f"{kind.__name__}: {name}") for name, value in body.items()})
     except TypeError as error:
         raise ValueError(f"{kind.__name__}: {error}") from None
 
 
-def _value(hint: Any, value: Any) -> Any:
+def _value(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint) and isinstance(hint, type):
         return from_json(hint, value)
     if origin is tuple:
-        return tuple(_value(args[0], v) for v in value)
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: want a list, found {value!r:.80}")
+        return tuple(_value(args[0], v, where) for v in value)
     if origin in (types.UnionType, typing.Union):
         inner = next(a for a in args if a is not type(None))
-        return None if value is None else _value(inner, value)
+        return None if value is None else _value(inner, value, where)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{where}: want one of {', '.join(map(str, args))}, found {value!r:.80}")
+        return value
     if hint is float and value in ("nan", "inf", "-inf"):
         return float(value)
+    wanted = (int, float) if hint is float else hint
+    if hint in (int, float, str, bool) and (
+        not isinstance(value, wanted) or (hint is not bool and isinstance(value, bool))
+    ):
+        raise ValueError(f"{where}: want {hint.__name__}, found {value!r:.80}")
     return value

@@ -61,12 +61,16 @@ def judge_rollout(case: Case, record: Record) -> Finding:
         return _by_score(case, record, score, f"another engine ({_engine(recorded)}, here {_engine(again)})")
     if judged != "equal" and score is not None:
         sentence += f"; {_score_text(case, score)}"
+        if judged == "noise" and not score.explained and case.by == "B":
+            # The examiner's own rounding, however coarse, says nothing about tokens that the run drew by its own: what
+            # the reference's trainer makes of these must fit. (A's trainer, scoring B's, may be what is at fault.)
+            judged = "differs"
     if judged != "differs":
         return case.finding(record, "rollout", judged, sentence, measured)
     if case.sync_fault:
         sentence = f"follows from the weight sync ({case.sync_fault}), so it is no finding of its own: {sentence}"
         return case.finding(record, "rollout", "not judged", sentence, measured)
-    gaps = [*measured, *([score] if score else [])]
+    gaps = sorted([*measured, *([score] if score else [])], key=lambda m: m.explained)
     return case.finding(record, "rollout", judged, sentence, gaps, hint=_hint(case, given, recorded, record))
 
 
@@ -215,8 +219,13 @@ def _score_text(case: Case, score: Measured) -> str:
         return f"side {case.by}'s trainer gives the recorded tokens the recorded log-probs"
     return (
         f"side {case.by}'s trainer gives the recorded tokens log-probs that differ by up to {gap.largest:.3g} nat "
-        f"(mean {gap.mean:.2g})" + (", which rounding explains" if score.explained else "")
+        f"(mean {gap.mean:.2g})" + (", which rounding explains" if score.explained else f", {_too_much(case)}")
     )
+
+
+def _too_much(case: Case) -> str:
+    limit = noise.LOG_PROBS[case.numerics.score]
+    return f"where rounding ({case.numerics.score}) explains {limit.largest:g} and {limit.mean:g}"
 
 
 def _hint(case: Case, given: Batch, recorded: Batch, record: Record) -> str:

@@ -4,16 +4,18 @@ Each stage is run again on its own recorded inputs, so a difference in it does n
 What does carry over is told apart here (``_consequence``). A difference is not blamed on a side when
 
 - it is judged ``noise`` (the rounding that declared settings explain);
-- B, the reference, differs from itself as much when it runs its own tape again: that is the noise floor. A's own is
-  none: an examination starts afresh, so a fault that lies in what A's process did before does not repeat either.
+- B, the reference, differs from itself about as much when it runs its own tape again: that is the noise floor. A's own
+  is none: an examination starts afresh, so a fault that lies in what A's process did before does not repeat either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from crossrl.cross.findings import PART, Evidence, Examination, Finding, Gap, Part, Side
+from crossrl.cross.noise import FLOOR
 
 # Fields that the loader makes and a rollout passes on.
 PROMPT_FIELDS = frozenset(
@@ -25,10 +27,11 @@ STAGES = tuple(PART)
 @dataclass(frozen=True, slots=True)
 class Located:
     """``blamed``: findings that are a fault's own, the earliest first; all of them harmless, or none. ``harmless``:
-    besides, those that change nothing that training sees. ``unstable``: parts whose difference is no larger than that
-    of B from itself. ``repeated``: sides that examined their own tape.
-    ``crossed``: sides whose tape the other side examined. ``steps``: those examined. ``judged``, ``unjudged``: stages
-    that a side could judge, or none could."""
+    besides, those that change nothing that training sees. ``unstable``: parts whose difference is about as large as
+    that of B from itself. ``repeated``: sides that examined their own tape. ``crossed``: sides whose tape the other
+    side examined. ``steps``: those examined. ``judged``, ``unjudged``: stages of A's tape that B could judge at some
+    step, and that it could not judge at some step: a stage may be in both.
+    ``unseen``: what B's examination of A's tape could not have seen."""
 
     blamed: tuple[Finding, ...]
     harmless: tuple[Finding, ...]
@@ -42,6 +45,7 @@ class Located:
     steps: tuple[int, ...]
     judged: frozenset[str]
     unjudged: tuple[str, ...]
+    unseen: tuple[str, ...]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -63,28 +67,33 @@ def locate(examinations: Sequence[Examination]) -> Located | None:
     within = [f for f in between if within_floor(f, floor)]
     beyond = _in_order(f for f in between if not within_floor(f, floor))
     harmful = [f for f in beyond if not f.harmless]
-    why = [(f, text) for f in harmful if (text := _consequence(f, harmful))]
-    blamed = [f for f in harmful if not _consequence(f, harmful)]
+    good = {(f.of, f.step) for f in findings if f.stage == "sync" and f.judged == "equal"}
+    why = [(f, text) for f in harmful if (text := _consequence(f, harmful, good))]
+    explained = [f for f, _ in why]
+    blamed = [f for f in harmful if f not in explained]
     harmless = [f for f in beyond if f.harmless]
     if not blamed:
         blamed, harmless = harmless, []
-    side = _side(blamed, itself, examinations)
+    side = _side(blamed)
     unstable = tuple(dict.fromkeys(f.part for f in within))
-    by_other = [f for f in findings if f.by is not None and f.of != f.by]
+    # Of A's tape alone: that B's is judged says nothing about what A did.
+    by_other = [f for f in findings if (f.of, f.by) == ("A", "B")]
     judged = frozenset(f.stage for f in by_other if f.judged != "not judged")
-    unjudged = tuple(s for s in STAGES if s not in judged and any(f.stage == s for f in by_other))
+    unjudged = [f for f in by_other if f.judged == "not judged"]
+    stages = tuple(s for s in STAGES if any(f.stage == s for f in unjudged))
     repeated = frozenset(e.of for e in examinations if e.of == e.by)
     crossed = frozenset(e.of for e in examinations if e.of != e.by)
     return Located(
         tuple(blamed), tuple(harmless), side, tuple(_evidence(blamed, itself, side, examinations, unjudged)),
         _said(why), unstable, repeated, crossed, _noise(examinations, itself, within),
-        tuple(sorted({s for e in examinations for s in e.steps})), judged, unjudged,
+        tuple(sorted({s for e in examinations for s in e.steps})), judged, stages,
+        tuple(text for e in examinations if (e.of, e.by) == ("A", "B") for text in e.unseen),
     )  # fmt: skip
 
 
 def within_floor(finding: Finding, itself: Iterable[Finding]) -> bool:
-    """Whether each gap of ``finding`` is no larger than one that a side has from itself in the same field. Records that
-    contradict each other do so whatever the noise."""
+    """Whether each gap of ``finding`` is about as large as one that a side has from itself in the same field, or
+    smaller. Records that contradict each other do so whatever the noise."""
     if finding.by is None:
         return False
     own = [g for f in itself if f.stage == finding.stage for g in f.gaps]
@@ -92,19 +101,28 @@ def within_floor(finding: Finding, itself: Iterable[Finding]) -> bool:
 
 
 def _no_larger(gap: Gap, other: Gap) -> bool:
-    """By the mean, which one odd value moves less than the largest; values that are no numbers by how many differ."""
+    """By the mean, which one odd value moves less than the largest, up to ``noise.FLOOR`` times. Values that are no
+    numbers, and responses whose tokens flip, by how many differ: a count scatters by its root, here of two counts."""
     if gap.field != other.field or gap.kind != other.kind:
         return False
-    for mine, theirs in ((gap.mean, other.mean), (gap.largest, other.largest)):
-        if mine is not None or theirs is not None:
-            return mine is not None and theirs is not None and mine <= theirs
-    return gap.differing * max(other.total, 1) <= other.differing * max(gap.total, 1)
+    if gap.unit != "responses":
+        for mine, theirs in ((gap.mean, other.mean), (gap.largest, other.largest)):
+            if mine is not None or theirs is not None:
+                return mine is not None and theirs is not None and mine <= FLOOR * theirs
+    expected = other.differing * max(gap.total, 1) / max(other.total, 1)
+    return gap.differing <= expected + 3.0 * math.sqrt(2.0 * expected)
 
 
-def _consequence(finding: Finding, among: Sequence[Finding]) -> str:
-    """Why ``finding`` follows from another one of ``among``; "" if it does not."""
+def _consequence(finding: Finding, among: Sequence[Finding], good: Collection[tuple[Side, int]]) -> str:
+    """Why ``finding`` follows from another one of ``among``, of the same side; "" if it does not. ``good``: the syncs
+    that delivered: what an earlier one left behind is gone after them."""
     for cause in among:
-        if finding.stage == "rollout" and cause.stage == "sync" and cause.step < finding.step:
+        if cause.of != finding.of:
+            continue
+        stale = cause.step < finding.step and not any(
+            (cause.of, s) in good for s in range(cause.step + 1, finding.step)
+        )
+        if finding.stage == "rollout" and cause.stage == "sync" and stale:
             return f"it was drawn with what the sync of step {cause.step} left behind"
         earlier = cause.step <= finding.step
         if finding.stage == "rollout" and cause.stage == "data" and earlier and _only_prompts(finding):
@@ -131,15 +149,14 @@ def _in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (f.step, STAGES.index(f.stage), f.call, f.by is not None, f.of))
 
 
-def _side(blamed: Sequence[Finding], itself: Sequence[Finding], examinations: Sequence[Examination]) -> Side | None:
-    """B is the reference: what both judge differently is A's, unless only B contradicts itself. None: not the same side
-    for all parts."""
-    repeated = {e.of for e in examinations if e.of == e.by}
+def _side(blamed: Sequence[Finding]) -> Side | None:
+    """B is the reference: what both judge differently is A's, unless only B's own records contradict each other. That B
+    does not repeat itself is a floor, and no more: A's fault may be far above it. None: not the same side for all
+    parts."""
     sides: set[Side] = set()
     for part in {f.part for f in blamed}:
-        contradicted = {f.of for f in blamed if f.part == part and f.by is None}
-        restless = {f.of for f in itself if f.part == part} if repeated == {"A", "B"} else set()
-        sides |= contradicted or ({"B"} if restless == {"B"} else {"A"})
+        contradicted: set[Side] = {f.of for f in blamed if f.part == part and f.by is None}
+        sides |= contradicted or {"A"}
     return next(iter(sides)) if len(sides) == 1 else None
 
 
@@ -148,7 +165,7 @@ def _evidence(
     itself: Sequence[Finding],
     side: Side | None,
     examinations: Sequence[Examination],
-    unjudged: Sequence[str],
+    unjudged: Sequence[Finding],
 ) -> Iterable[Evidence]:
     for stage in dict.fromkeys(f.stage for f in blamed):
         mine = [f for f in blamed if f.stage == stage]
@@ -164,7 +181,7 @@ def _evidence(
                 "what A's process did before.",
             )
     if side == "B":
-        yield Evidence("stages", "B's own records contradict each other, or B does not repeat itself where A does.")
+        yield Evidence("stages", "B's own records contradict each other.")
     for e in examinations:
         of_stage = {s: {f.judged for f in e.findings if f.stage == s} for s in STAGES}
         same = [s for s, found in of_stage.items() if found == {"equal"}]
@@ -173,9 +190,16 @@ def _evidence(
                 "stages", f"{whose(e.of, e.by)}, {step_range(e.steps)}: {', '.join(same)} equal bit for bit."
             )
     if unjudged:
-        reasons = {f.stage: f.sentence for e in examinations for f in e.findings if f.judged == "not judged"}
-        said = "; ".join(f"{s} ({reasons.get(s, '').rstrip('.')})" for s in unjudged)
-        yield Evidence("stages", f"Not judged: {said}.")
+        yield Evidence("stages", f"Not judged of A's tape: {_not_judged(unjudged)}.")
+
+
+def _not_judged(unjudged: Sequence[Finding]) -> str:
+    said = []
+    for stage in dict.fromkeys(f.stage for f in unjudged):
+        mine = [f for f in unjudged if f.stage == stage]
+        steps = ", ".join(str(s) for s in sorted({f.step for f in mine}))
+        said.append(f"{stage}, step{'s' * (',' in steps)} {steps} ({mine[0].sentence.rstrip('.')})")
+    return "; ".join(said)
 
 
 def place(finding: Finding) -> str:
@@ -205,7 +229,7 @@ def _noise(examinations: Sequence[Examination], itself: Sequence[Finding], withi
         floor = ": that is the floor there" if side == "B" else ""
         said.append(f"{side} does not repeat itself in {stages}{floor}.")
     for stage in dict.fromkeys(f.stage for f in within):
-        said.append(f"{stage} differs between the sides by no more than B from itself: not blamed.")
+        said.append(f"{stage} differs between the sides by about as much as B from itself: not blamed.")
     return " ".join(said)
 
 

@@ -57,7 +57,7 @@ class NextSteps:
 
     def examine(self) -> tuple[str, ...]:
         """Examinations of both tapes, which are recorded first where runs were launched by hand."""
-        words = "tape.mode=record tape.state=True trainer.total_training_steps=3"
+        words = "tape.mode=record tape.state=True trainer.stop_after_steps=3"
         root, runs = self.root or Path("outputs/cross"), []
         commands = []
         for side in ("A", "B"):

@@ -21,6 +21,8 @@ What the sizes below were measured on, in float32 on a CPU, side A packed, with 
     gradient norm, relative             1.1e-7     3.8e-6   1e-4 (135M: of a norm of about 1)
     loss                                2.9e-8     1.9e-7   1e-5
 
+Weights in bfloat16 on one side alone (``model_dtype``) are no rounding: small updates are lost, which no limit covers.
+
 Inference in bfloat16, training in float32: log-probs differ by up to 0.0089 nat, 0.0025 in the mean (demo), and 0.099
 and 0.026 (135M); allowed are 0.6 and 0.1. Nothing else differs by a bit.
 """
@@ -36,6 +38,7 @@ import torch
 from crossrl import settings
 from crossrl.config.resolved import flatten
 from crossrl.config.root import RunConfig
+from crossrl.tape.versions import DETERMINISTIC
 
 Kind = Literal["exact", "float32", "bfloat16"]
 KINDS: tuple[Kind, ...] = ("exact", "float32", "bfloat16")
@@ -93,6 +96,9 @@ LOSS = {"float32": 1e-5, "bfloat16": 0.02}  # absolute: a policy-gradient loss i
 # of many terms is rounded many times. Measured at a step without any signal: 0.15 to 1.2 times.
 ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 SENSITIVITY = 8.0
+# How many times B's difference from itself the sides' may be and still be B's own noise. B's is one draw, not a bound:
+# of two draws of one normal number one is 8 times the other in 8 % of cases, but than all of 3 steps in 0.2 %.
+FLOOR = 8.0
 # Advantages and importance weights are float32 results of NumPy; other versions or processors may round otherwise.
 HOST = Limit(2e-6, 2e-6)
 
@@ -148,11 +154,36 @@ def numerics_of(
     versions = [differ(k, recorded[k], here.get(k)) for k in sorted(recorded) if k != "crossrl"]
     both = unequal(BOTH_KEYS) | any(versions)
     both |= None not in threads and differ("threads", *threads)
+    if any(v.get("device", "").startswith("cuda") and v.get(DETERMINISTIC) != "True" for v in (recorded, here)):
+        because.append("a CUDA device without torch.use_deterministic_algorithms: its sums have no fixed order")
+        both = True
     drawn, trained = ([f(c) for c in (of, by)] for f in (settings.rollout_dtype, training_dtype))
     inference = _kind(unequal(INFERENCE_KEYS) | differ("data type of inference", *drawn) | both, *drawn)
     training = _kind(unequal(TRAINING_KEYS) | differ("data type of training", *trained) | both, *trained)
     score = _kind(True, drawn[0], trained[1])
     return Numerics(inference, training, "float32" if any(versions) else "exact", score, tuple(because))
+
+
+def unseen(numerics: Numerics) -> tuple[str, ...]:
+    """What stays below the limits and so passes, in words, for each kind of work that is not exact."""
+
+    def log_probs(kind: Kind) -> str:
+        return f"{LOG_PROBS[kind].largest:g} nat ({LOG_PROBS[kind].mean:g} in the mean)"
+
+    out = []
+    if (kind := numerics.inference) != "exact":
+        out.append(
+            f"inference ({kind}): log-probs of the sampler off by {log_probs(kind)}, or by {log_probs(numerics.score)} "
+            "from the trainer's where the tokens can be scored by it"
+        )
+    if (kind := numerics.training) != "exact":
+        out.append(
+            f"training ({kind}): log-probs of the trainer off by {log_probs(kind)}, the change of a tensor by "
+            f"{CHANGE[kind]:.0%}, a moment of the optimizer by {MOMENTS[kind]:.1%}"
+        )
+    if numerics.host != "exact":
+        out.append(f"rewards and advantages off by {HOST.largest:g}")
+    return tuple(out)
 
 
 def training_dtype(cfg: RunConfig) -> str:

@@ -19,6 +19,8 @@ from crossrl.sharing import may_differ
 
 EXIT = "exit_code"  # written beside a job's log when it has ended
 
+PAIR_SAVES_EVERY = 5  # steps
+
 # An arm is there to be compared: it validates, shows and resumes nothing of its own accord.
 ARM_KEYS = (
     "trainer.logger=[file]", "trainer.val_before_train=False", "trainer.val_only=False", "trainer.test_freq=-1",
@@ -56,7 +58,8 @@ class Side:
 @dataclass(frozen=True, slots=True)
 class Job:
     """One process. ``run``: the folder with its metrics, None for an examination. ``result``: what must be there when
-    it has ended well. ``log``: where its output goes; its exit code is kept beside it."""
+    it has ended well, and ``tape``: the records that it must be of. ``log``: where its output goes; its exit code is
+    kept beside it."""
 
     name: str
     what: str
@@ -66,6 +69,7 @@ class Job:
     run: Path | None = None
     steps: int | None = None
     result: Path | None = None
+    tape: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -111,7 +115,9 @@ class Plan:
         jobs = []
         for side, role, half in ((infers, "ckpt", "infer"), (trains, "rollout", "train")):
             run = self.folder.root / "arms" / name / half
-            keep = ["trainer.share_data_keep=1"] if side.settings.trainer.save_freq > 0 else []
+            # Entries are as large as checkpoints, and go when both sides have a checkpoint after them.
+            every = side.settings.trainer.save_freq if side.settings.trainer.save_freq > 0 else PAIR_SAVES_EVERY
+            keep = [f"trainer.save_freq={every}", "trainer.max_actor_ckpt_to_keep=1", "trainer.share_data_keep=0"]
             words = [f"trainer.default_local_dir={run}", f"trainer.share_data={role}", *share, *keep]
             what = f"{side.name} {'infers' if half == 'infer' else 'trains'}"
             jobs.append(Job(name, what, side, side.train(*words), self._log(f"{name}-{half}"), run, self.planned))
@@ -121,7 +127,10 @@ class Plan:
         side, out = (self.a if by == "A" else self.b), self.folder.examined(of, by)
         words = ["examine", str(self.folder.arm(of * 2)), "--config", str(side.config), "--of", of, "--by", by]
         words += ["--steps", f"1-{self.record}", "--out", str(out)]
-        return Job(f"{of}_by_{by}", f"{by} examines {of}", side, side.command(*words), self._log(out.stem), result=out)
+        return Job(
+            f"{of}_by_{by}", f"{by} examines {of}", side, side.command(*words), self._log(out.stem),
+            result=out, tape=self.folder.arm(of * 2) / "tape",
+        )  # fmt: skip
 
     @property
     def planned(self) -> int | None:
@@ -148,9 +157,11 @@ def make_plan(
     for side, text in zip("AB", texts, strict=True):
         path = folder.side(side)
         if path.is_file() and path.read_text(encoding="utf-8") != text:
+            before, now = flatten(load_config((), str(path)).config), flatten(settings["AB".index(side)])
+            keys = "; ".join(f"{k}: {before[k]!r:.60} there, {now[k]!r:.60} here" for k in now if before[k] != now[k])
             raise PlanError(
-                f"{root} holds an experiment in which side {side} has other settings ({path}). Choose another --out "
-                "for a new experiment"
+                f"{root} holds an experiment in which side {side} has other settings ({path}): {keys}. Choose another "
+                "--out for a new experiment"
             )
     for side, text in zip("AB", texts, strict=True):
         publish_text(folder.side(side), text)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from crossrl.cross.plan import Job
-from crossrl.files import publish_text
+from crossrl.files import publish_text, read_json
 
 POLL_S = 0.25
 State = Literal["waiting", "running", "done", "failed"]
@@ -65,6 +65,9 @@ def run_here(job: Job, show: Callable[[Sequence[Progress]], None], execute: Call
     """``job`` in this process, by ``execute``; its output goes to the same log, and what comes of it is the same."""
     line = Progress(job, "running", began=time.monotonic())
     show([line])
+    if was_done(job):
+        line.state, line.step, line.detail = "done", _last(job)[0], "done before"
+        return line
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with (
         job.log.open("a", encoding="utf-8") as log,
@@ -80,7 +83,7 @@ def run_here(job: Job, show: Callable[[Sequence[Progress]], None], execute: Call
 
 def _start(line: Progress) -> None:
     job = line.job
-    if _was_done(job):
+    if was_done(job):
         line.state, line.step, line.detail = "done", _last(job)[0], "done before"
         return
     job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +94,10 @@ def _start(line: Progress) -> None:
         return
     with job.log.open("ab") as log:
         env = {**os.environ, **job.side.settings.cross.env, "PYTHONUNBUFFERED": "1"}
-        line.process = subprocess.Popen(job.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
+        # A session of its own: Ctrl-C in the terminal reaches this process, which then asks the others to end, once.
+        line.process = subprocess.Popen(
+            job.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, start_new_session=True
+        )
 
 
 def _look(line: Progress) -> None:
@@ -127,14 +133,25 @@ def ended_well(job: Job, code: int) -> bool:
     return code == 0 if job.result is None else code in (0, 1) and job.result.is_file()
 
 
-def _was_done(job: Job) -> bool:
+def was_done(job: Job) -> bool:
     if job.result is not None:
-        return job.result.is_file()
+        return _is_of_the_tape(job)
     try:
         code = int(job.exit_file.read_text())
     except (OSError, ValueError):
         return False
     return code == 0 and (job.steps is None or (_last(job)[0] or 0) >= job.steps)
+
+
+def _is_of_the_tape(job: Job) -> bool:
+    """Whether an examination is there and no record is younger: a run that was repeated is examined again."""
+    if job.result is None or not job.result.is_file() or job.tape is None:
+        return False
+    made = job.result.stat().st_mtime_ns
+    records = list(job.tape.glob("step_*/*/record.json"))
+    steps = {int(path.parts[-3].removeprefix("step_")) for path in records} - {0}
+    examined = set(read_json(job.result).get("steps", ()))
+    return steps == examined and all(path.stat().st_mtime_ns < made for path in records)
 
 
 def _last(job: Job) -> tuple[int | None, float | None]:
@@ -167,11 +184,15 @@ def _stopped_at_the_end(lines: Sequence[Progress]) -> Iterator[None]:
         yield
     finally:
         alive = [line.process for line in lines if line.process is not None and line.process.poll() is None]
-        for process in alive:
-            process.send_signal(signal.SIGINT)
-        for process in alive:
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        try:
+            for process in alive:
+                process.send_signal(signal.SIGINT)
+            end = time.monotonic() + 15
+            while any(process.poll() is None for process in alive) and time.monotonic() < end:
+                time.sleep(0.05)
+        finally:  # also when Ctrl-C is pressed again
+            for process in alive:
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()

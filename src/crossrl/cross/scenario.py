@@ -23,10 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossrl.cross.arms import MEANING, Arm
+from crossrl.cross.curves import reached
 from crossrl.cross.effects import FEWEST_STEPS, Numerics
 from crossrl.cross.findings import Conclusion, Effect, Evidence, Part
 from crossrl.cross.next_steps import NextSteps
-from crossrl.cross.symptoms import FAILURE, Reading, effect_sentence, noise_sentence, read_arms
+from crossrl.cross.symptoms import FAILURE, Reading, effect_sentence, lost, noise_sentence, read_arms
 
 INFERENCE_HALF: tuple[Part, ...] = ("inference", "weight sync", "data")
 TRAINING_HALF: tuple[Part, ...] = ("training", "reward")
@@ -56,7 +57,7 @@ def scenario(
     others = [a for n in ("AA", "AB", "BA") if (a := arms.get(n)) and a.state != "missing"]
     if base is None or base.curves is None or not others:
         return None
-    if base.state == "failed" or base.no_signal is not None:
+    if base.state == "failed" or _lost_itself(base, others):
         why = base.reason or f"nothing to learn from since step {base.no_signal}"
         return Scenario(
             "not distinguishable",
@@ -74,6 +75,13 @@ def scenario(
         found.conclusion, found.candidates, found.step, found.differs, (*found.evidence, *_same(readings)), effects,
         noise_sentence(floors), (*found.notes, *notes), found.todo,
     )  # fmt: skip
+
+
+def _lost_itself(base: Arm, others: Sequence[Arm]) -> bool:
+    """Whether the reference has nothing to learn from any more and has not solved its task either."""
+    if base.no_signal is None or base.curves is None:
+        return False
+    return not reached(base.curves, base.no_signal) or any(lost(base, other) for other in others if other.curves)
 
 
 def _decide(arms: Mapping[str, Arm], readings: Mapping[str, Reading], steps: NextSteps) -> Scenario:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossrl.cross.arms import MEANING, Arm
-from crossrl.cross.curves import METRICS, common_name
+from crossrl.cross.curves import METRICS, below, common_name
 from crossrl.cross.effects import FEWEST_STEPS, Floor, Numerics, compare, identical, noise_floor, too_short
 from crossrl.cross.findings import Effect
 
@@ -82,8 +82,11 @@ def _reading(arm: Arm, base: Arm, effects: tuple[Effect, ...]) -> Reading:
     failed = failure(arm, base)
     if failed:
         symptoms[FAILURE] = failed
+    # A gradient that is gone since the task is solved, on either side, is no symptom. (A reference that lost it
+    # otherwise is none: ``scenario``.)
+    solved = base.no_signal is not None or (arm.no_signal is not None and not lost(arm, base))
     for e in effects:
-        if e.beyond:
+        if e.beyond and not (solved and e.metric == "gradient norm"):
             symptoms[e.metric] = Symptom(e.metric, 1 if e.mean > 0 else -1, e.first_step, effect_sentence(e))
     usable = bool(symptoms) or (bool(effects) and not any(too_short(e) for e in effects))
     ordered = sorted(symptoms, key=lambda m: RANK.index(m) if m in RANK else len(RANK))
@@ -97,14 +100,24 @@ def failure(arm: Arm, base: Arm) -> Symptom | None:
     if odd:
         name = min(odd, key=lambda n: odd[n])
         return Symptom(FAILURE, 0, odd[name], f"{what}: {name} is not finite since step {odd[name]}; BB's is.")
-    if arm.no_signal is not None and base.no_signal is None:
+    if arm.no_signal is not None and base.no_signal is None and lost(arm, base):
         return Symptom(
-            FAILURE, 0, arm.no_signal, f"{what}: nothing to learn from since step {arm.no_signal}; BB has a gradient."
+            FAILURE,
+            0,
+            arm.no_signal,
+            f"{what}: nothing to learn from since step {arm.no_signal}; BB has a gradient, and a higher reward.",
         )
     if arm.state == "failed" and base.state != "failed":
         step = arm.curves.last_step + 1 if arm.curves else 1
         return Symptom(FAILURE, 0, step, f"{what}: {arm.reason}; BB is {base.state}.")
     return None
+
+
+def lost(arm: Arm, other: Arm) -> bool:
+    """Whether ``arm``, which has nothing to learn from any more, has not just solved its task."""
+    if arm.no_signal is None or arm.curves is None:
+        return False
+    return other.curves is None or below(arm.curves, other.curves, arm.no_signal)
 
 
 def effect_sentence(e: Effect) -> str:

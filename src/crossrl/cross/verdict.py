@@ -68,18 +68,19 @@ def conclude(
     if located is not None and located.blamed and not _harmless_while_curves_differ(located, curves):
         verdict = _from_stages(located, curves, steps)
     elif located is not None and located.unstable:
-        verdict = _unstable(located, curves)
+        verdict = _unstable(located, curves, steps)
     elif located is not None:
         verdict = _stages_find_nothing(located, curves, steps)
     else:
         assert curves is not None
         verdict = _from_curves(curves)
     evidence = (*verdict.evidence, *_settings_that_explain(verdict, differ.values()))
+    notes = (*verdict.notes, *_unseen(verdict, located))
     noise = " ".join(text for text in (located.noise if located else "", curves.noise if curves else "") if text)
     todo = verdict.todo or ((steps.whole(),) if verdict.exit_code == 2 else ())
     return replace(
         verdict, evidence=evidence, effects=curves.effects if curves else (), settings=tuple(differ.values()),
-        noise=noise, todo=tuple(dict.fromkeys(todo)),
+        noise=noise, todo=tuple(dict.fromkeys(todo)), notes=notes,
     )  # fmt: skip
 
 
@@ -149,13 +150,13 @@ def _look_closer(located: Located, steps: NextSteps) -> tuple[str, ...]:
     return (f"crossrl inspect {run} --step {first.step}{stage}{sample}", f"crossrl report {steps.root}")
 
 
-def _unstable(located: Located, curves: Scenario | None) -> Verdict:
-    """All differences between the sides are no larger than those of B from itself."""
+def _unstable(located: Located, curves: Scenario | None, steps: NextSteps) -> Verdict:
+    """All differences between the sides are about as large as those of B from itself."""
     what = ", ".join(located.unstable)
-    own = Evidence("stages", f"{what}: A and B differ by no more than B from itself, run twice.")
+    own = Evidence("stages", f"{what}: A and B differ by about as much as B from itself, run twice.")
     evidence = (*located.evidence, own)
     if curves is None or curves.differs is None:
-        return Verdict("no difference", evidence=(*evidence, *(curves.evidence if curves else ())))
+        return _nothing_by_stages(located, curves, evidence, steps)
     found = _from_curves(curves)
     agree = tuple(p for p in curves.candidates if p in located.unstable)
     if found.conclusion != "several" and agree:  # the half is known from the curves, the part in it from the stages
@@ -168,13 +169,7 @@ def _stages_find_nothing(located: Located, curves: Scenario | None, steps: NextS
     nothing = Evidence("stages", f"{_examined(located)}: no stage differs by more than rounding{but}.")
     own = (*((nothing,) if located.judged else ()), *located.evidence)
     if curves is None or curves.differs is None:
-        extra = curves.evidence if curves else ()
-        if "A" not in located.crossed:  # B's tape alone says that B is as A expects, not that A is as it should be
-            missing = Evidence("stages", "A's tape was not examined by B.")
-            return Verdict("not distinguishable", evidence=(*own, missing, *extra), todo=steps.examine())
-        if located.judged and not located.unjudged:
-            return Verdict("no difference", evidence=(*own, *extra), notes=curves.notes if curves else ())
-        return Verdict("not distinguishable", evidence=(*own, *extra), todo=steps.examine())
+        return _nothing_by_stages(located, curves, own, steps)
     found = _from_curves(curves)
     found = replace(found, evidence=(*own, *found.evidence))
     if curves.differs is False or not located.judged:
@@ -194,8 +189,28 @@ def _stages_find_nothing(located: Located, curves: Scenario | None, steps: NextS
     return found
 
 
+def _nothing_by_stages(
+    located: Located, curves: Scenario | None, evidence: Sequence[Evidence], steps: NextSteps
+) -> Verdict:
+    """No difference only where B has judged every stage of A's tape, at every examined step."""
+    extra = curves.evidence if curves else ()
+    if "A" not in located.crossed:  # B's tape alone says that B is as A expects, not that A is as it should be
+        missing = Evidence("stages", "A's tape was not examined by B.")
+        return Verdict("not distinguishable", evidence=(*evidence, missing, *extra), todo=steps.examine())
+    if located.judged and not located.unjudged:
+        return Verdict("no difference", evidence=(*evidence, *extra), notes=curves.notes if curves else ())
+    return Verdict("not distinguishable", evidence=(*evidence, *extra), todo=steps.examine())
+
+
+def _unseen(verdict: Verdict, located: Located | None) -> tuple[str, ...]:
+    """Under which limits a verdict of no difference stands."""
+    if verdict.exit_code or located is None or not located.unseen:
+        return ()
+    return (f"What is smaller than these limits would not have been seen: {'; '.join(located.unseen)}.",)
+
+
 def _could_have_missed(located: Located, curves: Scenario) -> bool:
-    """Whether a stage of what the curves name was not judged."""
+    """Whether a stage of what the curves name was not judged, if at one step only."""
     return any(PART[s] in curves.candidates for s in located.unjudged)
 
 

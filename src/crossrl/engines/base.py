@@ -84,6 +84,23 @@ class RolloutEngine(Protocol):
         """Bring some of the announced tensors."""
         ...
 
+    def check_update(self) -> None:
+        """Raise ``EngineError`` unless all announced tensors came; the version does not move. Between processes: all
+        engines check before one of them finishes."""
+        ...
+
+    def abort_update(self, reason: str) -> None:
+        """Give an update up: the version stays, and generation is refused, with ``reason``, until one succeeds."""
+        ...
+
+    def clear_prefix_cache(self) -> str:
+        """Forget keys and values that were computed with earlier weights; says what was done, for the record."""
+        ...
+
+    def held(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """What it computes with, live, under all names: a tied weight under each of its own."""
+        ...
+
     def finish_update(self) -> str:
         """Check that all announced tensors came, move ``weight_version``, return the digest of what is held (under all
         names, a tied weight under each of its own)."""

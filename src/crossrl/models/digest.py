@@ -50,10 +50,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     import xxhash
 
     total: Any = xxhash.xxh3_128(f"{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-    step = max(1, CHUNK_BYTES // tensor.element_size())
-    whole = tensor.is_contiguous() and tensor.device.type == "cpu"
-    for start in range(0, tensor.numel(), tensor.numel() if whole else step):
-        for run in values_between(tensor, start, min(tensor.numel(), start + (tensor.numel() if whole else step))):
+    whole = tensor.is_contiguous() and tensor.device.type == "cpu"  # then nothing is copied
+    step = max(1, tensor.numel() if whole else CHUNK_BYTES // tensor.element_size())
+    for start in range(0, tensor.numel(), step):
+        for run in values_between(tensor, start, min(tensor.numel(), start + step)):
             total.update(_bytes(run))
     return total.hexdigest()
 

@@ -34,6 +34,7 @@ class Sync:
         manifest = manifest_of(weights.items())
         self.engine.begin_update(self.trainer.weight_version, manifest)
         self.engine.load(weights.items())
+        cleared = self.engine.clear_prefix_cache()  # what was computed with the old weights must not be used again
         held = self.engine.finish_update()
         weights |= {name: weights[first] for name, first in self.tied.items()}
         sent = held  # the same memory is not hashed twice
@@ -45,6 +46,7 @@ class Sync:
             "sent": sent,
             "held": held,
             "cast": self.engine.cast,
+            "prefix_cache": cleared,
         }
         info: dict[str, Any] = {"sync": facts}
         if sent != held:

@@ -45,7 +45,7 @@ class _Socket:
             fd = next(iter(ready))
             ready = dict(poller.poll(200))  # its last message may still be on the way
             if not ready:
-                return fd  # type: ignore[return-value]
+                return int(fd)
         return self._socket.recv_multipart() if ready else None
 
 
@@ -65,11 +65,12 @@ class Hub(_Socket):
 
     def send(self, peer: str, message: Message) -> bool:
         """Whether ``peer`` is connected; never blocks."""
+        self.log.add("sent", message, peer)  # before it is, so that no log has it arrive earlier
         try:
             self._socket.send_multipart([peer.encode(), message.encode()], zmq.NOBLOCK)
         except zmq.ZMQError:
+            self.log.events.pop()
             return False
-        self.log.add("sent", message, peer)
         return True
 
     def receive(self, deadline: float, watch: Collection[int] = ()) -> tuple[str, Message] | int | None:
@@ -98,15 +99,20 @@ class Spoke(_Socket):
         super().__init__(zmq.DEALER, name)
         self.name, self.address = name, address
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.connect(address)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # what is said before there is a hub waits for it, however much it is
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise SyncError(f"{name} cannot connect to {address}: {error}") from None
 
     def send(self, message: Message) -> None:
-        """Never blocks. Raises ``SyncError`` when a thousand messages wait already."""
+        """Never blocks."""
+        self.log.add("sent", message)
         try:
             self._socket.send(message.encode(), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise SyncError(f"{self.name} cannot send to {self.address}: {error}") from None
-        self.log.add("sent", message)
 
     def receive(self, deadline: float, watch: Collection[int] = ()) -> Message | int | None:
         """The next message, a descriptor of ``watch``, or None at ``deadline``."""

@@ -22,7 +22,7 @@ KINDS: dict[str, frozenset[str]] = {
     "released": frozenset({"version", "prefix_cache"}),
     "failed": frozenset({"phase", "error"}),
     # sender to receiver
-    "begin": frozenset({"process", "version", "manifest", "buffer", "digest", "limit_s"}),
+    "begin": frozenset({"process", "answers", "version", "manifest", "buffer", "digest", "limit_s"}),
     "bucket": frozenset({"bucket", "slot", "pieces"}),
     "finish": frozenset({"buckets", "digests"}),
     "commit": frozenset(),
@@ -78,7 +78,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One line of a log. ``did``: "sent", "got", or what this side did itself ("filled", "copied", "closed").
+    """One line of a log. ``did``: "sent", "got", or what this side did itself
+    ("filling", "filled", "loaded", "closed").
 
     ``at``: ``time.monotonic_ns()``, comparable between the processes of one machine.
     """
@@ -100,9 +101,7 @@ class Log:
     def add(self, did: str, message: Message | None = None, peer: str = "", bucket: int | None = None) -> None:
         if message is not None:
             bucket = message.body.get("bucket")
-        self.events.append(
-            Event(time.monotonic_ns(), self.who, did, message.kind if message else "", peer, bucket)
-        )
+        self.events.append(Event(time.monotonic_ns(), self.who, did, message.kind if message else "", peer, bucket))
 
 
 def describe(error: BaseException) -> str:

@@ -55,8 +55,9 @@ class SharedBuffer:
             path.unlink(missing_ok=True)
             free = os.statvfs(FOLDER)
             raise SyncError(
-                f"{FOLDER} has {free.f_bavail * free.f_frsize / 2**20:.0f} MiB free, {slots} buckets of {size / 2**20:.0f} "
-                f"MiB were asked for ({error.strerror}): make it larger (docker run --shm-size) or the buckets smaller"
+                f"{FOLDER} has {free.f_bavail * free.f_frsize / 2**20:.0f} MiB free, {slots} buckets of "
+                f"{size / 2**20:.0f} MiB were asked for ({error.strerror}): make it larger (docker run --shm-size) "
+                "or the buckets smaller"
             ) from None
 
     @classmethod
@@ -68,7 +69,9 @@ class SharedBuffer:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise SyncError(f"cannot attach to the sender's shared memory: {error}. Do both see one {FOLDER}?") from None
+            raise SyncError(
+                f"cannot attach to the sender's shared memory: {error}. Do both see one {FOLDER}?"
+            ) from None
         try:
             if os.fstat(fd).st_size != size * slots:
                 raise SyncError(f"{path} has {os.fstat(fd).st_size} bytes, the sender said {size * slots}")
@@ -89,7 +92,7 @@ class SharedBuffer:
 
     def written(self) -> None:
         """On a CPU a copy is done when it returns; one from a device may not be."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
     def attached(self) -> None:

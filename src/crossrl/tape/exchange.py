@@ -183,7 +183,10 @@ class Exchange:
             if self._peer is not None:
                 raise ExchangeError(gone(self._other.path, None))
             return None
-        if other.session != self._agreed:  # new, or started again, perhaps with other settings
+        # Once for each session: it may have been started again with other settings. One that has ended may yet be
+        # started with what it lacked; what it has published is looked at in `find`.
+        misfit = self._watch.old_news(other) and disagreement(self.mine.agreement, other.agreement)
+        if other.session != self._agreed and not misfit:
             self._bind(other)
         trouble = self._watch.trouble(other)
         if trouble:
@@ -298,11 +301,13 @@ class Exchange:
     def find(self, stage: str, at: At, index: int) -> Path | None:
         """The entry, if it is there and was written by the side of this exchange that has to. Raises ``TapeError``."""
         path = self.path(stage, at, index)
-        if self._open:
-            self.check()
+        other = self.check() if self._open else None
         if not is_there(path):
             return None
-        found, want = read_record(path).header.run_id, self.mine.run_id if WRITER[stage] == self.role else self._peer
+        own = WRITER[stage] == self.role
+        if not own and other is not None and self._peer is None:
+            self._bind(other)
+        found, want = read_record(path).header.run_id, self.mine.run_id if own else self._peer
         if found != want:
             raise ExchangeError(
                 f"{path} was written by run {found}, expected {want}: it does not belong to this exchange. Choose "

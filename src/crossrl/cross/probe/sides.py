@@ -20,13 +20,17 @@ TIMEOUT = 3600.0  # seconds: far beyond one sample through any model that a sing
 MAIN = "import sys; from crossrl.cli.main import main; sys.exit(main())"
 
 
-def dump_sides(requests: Sequence[Request]) -> list[Opened]:
+def dump_sides(requests: Sequence[Request], named: Sequence[bool]) -> list[Opened]:
     """Make the dumps, one after the other, and read them back.
+
+    ``named``: whether the user named the side's configuration. One that lies in a run's folder may be somebody else's,
+    and the interpreter that it asks for is not started.
 
     Waits for each side's process, unblocked by its end, at most ``TIMEOUT``. Raises ``ProbeError`` when one fails; and,
     before anything runs, for a side with ``cross.remote``, with the command to run there.
     """
-    sections = [_cross_keys(r.config or r.run / "config.yaml") for r in requests]
+    found = [_cross_keys(r.config or r.run / "config.yaml") for r in requests]
+    sections = [keys if yes else {} for keys, yes in zip(found, named, strict=True)]
     for request, cross in zip(requests, sections, strict=True):
         if cross.get("remote"):
             command = shlex.join(["crossrl", *arguments(request)])

@@ -9,7 +9,7 @@ import torch
 
 from crossrl.models.digest import weights_digest
 
-# What wrappers (compilation, sharding, checkpointing) put into names.
+# What wrappers (compilation, sharding, checkpointing) add to names.
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
 
 

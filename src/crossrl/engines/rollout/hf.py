@@ -78,7 +78,7 @@ class HfRolloutEngine:
         self._max_num_seqs, self._digest, self._receives = max_num_seqs, digest, receives
         self._held = {n: p.detach() for n, p in distinct_parameters(model)}
         self._update: WeightTransaction | None = None
-        self._usable = True
+        self._usable, self._unusable_because = True, ""
         if self.policy.packed:
             self.policy.check(self._gap, required=packed is True)
         self.notice = self.policy.notice
@@ -117,12 +117,25 @@ class HfRolloutEngine:
     def begin_update(self, version: int, manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """See ``RolloutEngine``. Until the update has finished, generation is refused."""
         self._update, self._usable = WeightTransaction(self._held, version, manifest, self._receives), False
+        self._unusable_because = ""
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See ``RolloutEngine``."""
         if self._update is None:
             raise EngineError("load: no weight update was begun")
         self._update.load(named)
+
+    def load_part(self, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
+        """See ``crossrl.sync.target.PartTarget``."""
+        if self._update is None:
+            raise EngineError("load_part: no weight update was begun")
+        self._update.load_part(name, shape, start, values)
+
+    def check_update(self) -> None:
+        """See ``RolloutEngine``."""
+        if self._update is None:
+            raise EngineError("check_update: no weight update was begun")
+        self._update.finish()
 
     def finish_update(self) -> str:
         """See ``RolloutEngine``. A failed update leaves the version, and generation refused until one succeeds."""
@@ -132,6 +145,14 @@ class HfRolloutEngine:
         update.finish()
         self.weight_version, self._usable = update.version, True
         return weights_digest(self.held()) if self._digest else ""
+
+    def abort_update(self, reason: str) -> None:
+        """See ``RolloutEngine``."""
+        self._update, self._usable, self._unusable_because = None, False, reason
+
+    def clear_prefix_cache(self) -> str:
+        """See ``RolloutEngine``: keys and values live for one call of ``generate``."""
+        return "none is kept"
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What it computes with, live: a tied weight under each of its names, so that one that is no longer tied is
@@ -157,7 +178,8 @@ class HfRolloutEngine:
 
     def _check(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> None:
         if not self._usable:
-            raise EngineError("a weight update was begun and has not succeeded; the weights may be a mixture")
+            why = f" ({self._unusable_because})" if self._unusable_because else ""
+            raise EngineError(f"a weight update was begun and has not succeeded; the weights may be a mixture{why}")
         if len(seeds) != len(prompts):
             raise EngineError(f"{len(prompts)} prompts, but {len(seeds)} seeds: want one for each")
         if sampling.max_tokens < 1:

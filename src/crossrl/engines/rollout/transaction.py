@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from crossrl.engines.base import EngineError
+from crossrl.models.digest import values_between
 
 Manifest = Mapping[str, "tuple[tuple[int, ...], str]"]
 
@@ -39,7 +41,7 @@ class WeightTransaction:
         receives: torch.dtype | None = None,
     ) -> None:
         self.version, self._held, self._manifest, self._receives = version, held, manifest, receives
-        self._came: set[str] = set()
+        self._came: dict[str, int] = {}  # how many values of it
         self._problems: list[str] = []
         for name in sorted(set(held) - set(manifest)):
             self._problems.append(f"{name} was not announced")
@@ -59,21 +61,48 @@ class WeightTransaction:
 
     @torch.no_grad()
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take whole tensors."""
         for name, tensor in named:
-            found = (tuple(tensor.shape), dtype_name(tensor))
-            if name in self._came:
-                self._problems.append(f"{name} came twice")
-            elif name not in self._manifest or name not in self._held:
-                self._problems.append(f"{name} came without being announced")
-            elif found != (want := self._want(name)):
-                self._problems.append(f"{name} came as {found[0]} {found[1]}, the model takes {want[0]} {want[1]}")
-            elif tensor.data_ptr() != self._held[name].data_ptr():  # the trainer's own storage needs no copy
+            fits = self._fits(name, tuple(tensor.shape), dtype_name(tensor), 0)
+            if fits and tensor.data_ptr() != self._held[name].data_ptr():  # the trainer's own storage needs no copy
                 self._held[name].copy_(tensor)
-            self._came.add(name)
+            self._came.setdefault(name, tensor.numel())
+
+    @torch.no_grad()
+    def load_part(self, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
+        """Take the values (flat, row-major) from ``start`` on of a tensor of ``shape``; its parts come in order. They
+        are copied before this returns."""
+        if self._fits(name, shape, dtype_name(values), start):
+            at = 0
+            for run in values_between(self._held[name], start, start + len(values)):
+                run.copy_(values[at : at + run.numel()].view(run.shape))
+                at += run.numel()
+        self._came[name] = max(self._came.get(name, 0), start + len(values))
+
+    def _fits(self, name: str, shape: tuple[int, ...], dtype: str, start: int) -> bool:
+        """Whether the values from ``start`` on are what is to come next of ``name``; notes the problem if not."""
+        problem = ""
+        if start == 0 and name in self._came:
+            problem = f"{name} came twice"
+        elif name not in self._manifest or name not in self._held:
+            problem = f"{name} came without being announced"
+        elif (shape, dtype) != (want := self._want(name)):
+            problem = f"{name} came as {shape} {dtype}, the model takes {want[0]} {want[1]}"
+        elif start != self._came.get(name, 0):
+            problem = f"{name} came with values from {start} on after the first {self._came.get(name, 0)}"
+        if problem and problem not in self._problems:
+            self._problems.append(problem)
+        return not problem
 
     def finish(self) -> None:
         """Raises ``EngineError`` naming everything that is missing, unknown, duplicate or of another shape or dtype."""
-        problems = [*self._problems, *(f"{n} did not come" for n in sorted(set(self._manifest) - self._came))]
+        problems = list(self._problems)
+        for name in sorted(self._manifest):
+            all_of_it = math.prod(self._manifest[name][0])
+            if name not in self._came:
+                problems.append(f"{name} did not come")
+            elif self._came[name] < all_of_it and not any(p.startswith(f"{name} ") for p in problems):
+                problems.append(f"{name} came with {self._came[name]} of its {all_of_it} values")
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise EngineError(f"weight update to version {self.version} failed: {shown}. The version has not moved")
