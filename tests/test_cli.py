@@ -151,18 +151,19 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     assert errors == ""
 
 
-def test_ctrl_c_stops_with_130_and_no_traceback(tmp_path: Path) -> None:
-    code = "import sys; from crossrl.cli.main import main; sys.exit(main(['train', '--config-name', 'demo']))"
+@pytest.mark.parametrize(("number", "code", "text"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
+def test_a_signal_stops_with_its_code_and_no_traceback(tmp_path: Path, number: int, code: int, text: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "crossrl", "train", "--config-name", "demo"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stdout is not None
     assert "making data/demo" in process.stdout.readline()
     time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped by Ctrl-C" in errors
+    assert process.returncode == code
+    assert f"stopped by {text}" in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "data" / "demo").exists(), "half-made files never appear"
     assert list(tmp_path.glob("data/.*")) == []

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except KeyboardInterrupt as stop:
-        print(f"\n{stop or 'stopped by Ctrl-C'}", file=sys.stderr)
+        print(f"\n{str(stop) or 'stopped by Ctrl-C'}", file=sys.stderr)
         return 143 if str(stop) else 130
     except BrokenPipeError:  # `crossrl ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
