@@ -98,4 +98,6 @@ def show(examined: Examination, everything: bool = False) -> None:
     for setting in examined.settings:
         part = setting.part or "no result"
         console.print(Text(f"setting {setting.key}: A {setting.a}, B {setting.b} ({part})", "dim"), soft_wrap=True)
+    for text in examined.unseen:
+        console.print(Text(f"smaller than noise, so not to be seen: {text}", "dim"), soft_wrap=True)
     console.print(Text(f"{len(examined.findings)} findings in {examined.seconds:.1f} s", "dim"))

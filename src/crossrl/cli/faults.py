@@ -94,9 +94,8 @@ def bench(args: argparse.Namespace, faults: list[Fault], harmless: list[Harmless
             want = "   below the noise" if each.below else want
             colour = "green" if each.good else "bold red"
             other = f", B {each.other}" if each.other else ""
-            console.print(
-                f"{each.name + other:32} seed {each.seed}  [{colour}]{each.verdict.conclusion}{since}[/]{want}"
-            )
+            line = f"{each.name + other:32} seed {each.seed}  [{colour}]{each.verdict.conclusion}{since}[/]{want}"
+            console.print(line, soft_wrap=True)
     text = as_markdown(outcomes)
     if args.markdown:
         publish_text(args.markdown, text)
