@@ -230,3 +230,15 @@ def test_the_trainers_own_counter_is_the_step_before_the_trackers(tmp_path):
     path.write_text('{"_step": 99, "train/global_step": 3, "timing_s/step": 2.5, "reward": 0.5}\n')
     curves = read_curves(path)
     assert curves.series == {"timing_s/step": {3: 2.5}, "reward": {3: 0.5}}
+
+
+def test_a_table_that_is_not_one_run_s_is_refused_and_not_half_read(tmp_path):
+    file = tmp_path / "two.csv"
+    file.write_text("Step,r1 - critic/score/mean,r2 - critic/score/mean\n1,0.5,0.6\n")
+    with pytest.raises(CurveError, match="2 columns of critic/score/mean: want the metrics of one run"):
+        read_curves(file)
+    file.write_bytes("step,critic/score/mean\r\n1,0.5\r\n".encode("utf-16"))
+    with pytest.raises(CurveError):
+        read_curves(file)
+    file.write_bytes("step,critic/score/mean\r\n1,0.5\r\n".encode("utf-8-sig"))  # as spreadsheets write it
+    assert read_curves(file).series == {"critic/score/mean": {1: 0.5}}

@@ -163,3 +163,9 @@ def test_the_gap_between_sampler_and_trainer_has_a_floor_of_its_own():
     floor = noise_floor(none, None, "float32", gap=True)
     assert not compare("gap", "AA", rounding, none, floor).beyond
     assert compare("gap", "AA", dict.fromkeys(none, 0.05), none, floor).beyond
+
+
+def test_a_difference_that_is_not_finite_is_beyond_any_noise():
+    a, b = (dict.fromkeys(range(1, 31), v) for v in (1e308, -1e308))
+    found = compare("reward", "AA", a, b, Floor(0.1, "x"))
+    assert found.beyond and found.first_step == 1

@@ -432,3 +432,24 @@ def test_without_an_examination_of_a_s_tape_nothing_is_said_of_a():
     assert (found.conclusion, found.exit_code) == ("not distinguishable", 2)
     assert "A's tape was not examined by B." in [e.sentence for e in found.evidence]
     assert any("crossrl examine" in c for c in found.todo)
+
+
+def test_equal_curves_do_not_stand_for_an_examination_that_is_missing():
+    equal = curves(AA=metrics(0))
+    found = conclude([examination(of="B", by="A")], equal)
+    assert (found.conclusion, found.exit_code) == ("not distinguishable", 2)
+    assert "A's tape was not examined by B." in text(found)
+    assert conclude([examination(), examination(of="B", by="A")], equal).exit_code == 0
+
+
+def test_a_few_equal_steps_of_curves_alone_say_too_little():
+    short = {name: {step: value for step, value in values.items() if step <= 2} for name, values in metrics(0).items()}
+    found = conclude([], curves(AA=short, BB=short))
+    assert (found.conclusion, found.exit_code) == ("not distinguishable", 2)
+    assert "Equal in 2 steps says too little" in text(found) and found.todo
+    assert conclude([], curves(AA=metrics(0))).exit_code == 0  # long enough
+
+
+def test_it_says_that_b_is_taken_for_the_healthy_side():
+    assert any("B is taken for the healthy side" in n for n in conclude([examination(finding("update"))]).notes)
+    assert conclude([examination(finding("sync", by=None))]).notes == ()  # a run's own records need no other side

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -58,9 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if not is_for_user(error) or os.environ.get("CROSSRL_DEBUG", "0") not in ("", "0"):
+        if is_for_user(error) and os.environ.get("CROSSRL_DEBUG", "0") in ("", "0"):
+            return show_error(error)
+        if argv is not None:
             raise
-        return show_error(error)
+        traceback.print_exc()  # a defect, with a code of its own: 1 means something to scripts
+        return 70
 
 
 def _terminated(number: int, frame: object) -> None:

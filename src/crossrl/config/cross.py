@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class CrossConfig:
     plant: str | None = None
-    """Faults to plant in this run, comma-separated names of `crossrl faults list`; NAME@STEP acts from that step on.
+    """Faults to plant in this run, names of `crossrl faults list` joined by +; NAME@STEP acts from that step on.
     For testing the cross-examination, never for training."""
     python: str | None = None
     """Interpreter of this side in crossrl cross: a version of CrossRL and of everything below it. null: the same."""

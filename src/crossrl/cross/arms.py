@@ -85,11 +85,17 @@ def load_examinations(folder: Folder) -> tuple[Examination, ...]:
     found = []
     for of, by in (("A", "B"), ("B", "A"), ("A", "A"), ("B", "B")):
         path = folder.examined(of, by)
-        if path.is_file():
+        if path.exists():
             try:
-                found.append(from_json(Examination, read_json(path)))
-            except ValueError as error:
+                each = from_json(Examination, read_json(path))
+            except (ValueError, OSError) as error:
                 raise CurveError(f"{path} is damaged: {error}. Remove it and examine again") from error
+            if (each.of, each.by) != (of, by):
+                raise CurveError(
+                    f"{path} holds the examination of {each.of} by {each.by}, not of {of} by {by}: it was copied or "
+                    "renamed. Remove it and examine again"
+                )
+            found.append(each)
     return tuple(found)
 
 
@@ -155,6 +161,8 @@ def _state(run: Path) -> tuple[str, str]:
     locked = _locked(run)
     if locked:
         return "running", ""
+    if not (run / "metrics.jsonl").is_file() and any(run.glob("global_step_*")):
+        return "missing", f"{run} has checkpoints, but no metrics.jsonl"
     last, planned = _steps_done(run), _planned(run)
     if (run / "huggingface").is_dir() or (planned and last >= planned):
         return "done", ""

@@ -69,11 +69,11 @@ def read_curves(path: Path) -> Curves:
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        text = file.read_bytes().decode("utf-8", errors="replace")
+        text = file.read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise CurveError(f"cannot read metrics from {file}: {error.strerror}") from error
     if file.suffix.lower() == ".csv":
-        rows = _from_csv(text)
+        rows = _from_csv(file, text)
     elif file.suffix.lower() == ".json":
         rows = _from_json(file, text)
     else:
@@ -166,10 +166,18 @@ def _from_json(file: Path, text: str) -> Iterable[dict[str, Any]]:
     return rows
 
 
-def _from_csv(text: str) -> Iterable[dict[str, Any]]:
+def _from_csv(file: Path, text: str) -> Iterable[dict[str, Any]]:
+    """Columns by name; ``run name - metric``, as Weights & Biases writes it, by the metric. Raises ``CurveError``."""
     whole = text if text.endswith("\n") else text[: text.rfind("\n") + 1]  # a run may be writing the last line
-    for row in csv.DictReader(io.StringIO(whole)):
-        yield {name.rpartition(" - ")[2]: value for name, value in row.items() if name and value not in (None, "")}
+    try:
+        header, *rows = csv.reader(io.StringIO(whole))
+    except (csv.Error, ValueError) as error:
+        raise CurveError(f"{file} is not CSV with commas in UTF-8: {error}") from error
+    names = [name.rpartition(" - ")[2] for name in header]
+    twice = next((n for n in names if names.count(n) > 1 and n), None)
+    if twice is not None:
+        raise CurveError(f"{file} has {names.count(twice)} columns of {twice}: want the metrics of one run")
+    return [{n: v for n, v in zip(names, row, strict=False) if n and v != ""} for row in rows if row]
 
 
 def _numbers(row: Mapping[str, Any]) -> tuple[int | None, dict[str, float]]:

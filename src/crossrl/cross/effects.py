@@ -84,6 +84,9 @@ def compare(
     if len(d) < FEWEST_STEPS:
         mean = float(d.mean()) if len(d) else math.nan
         return Effect(metric, arm, against, len(d), mean, -math.inf, math.inf, floor.size, False)
+    if not np.isfinite(d).all():  # two numbers near the largest there is: no noise explains that
+        odd = steps[int(np.flatnonzero(~np.isfinite(d))[0])]
+        return Effect(metric, arm, against, len(d), math.inf, math.inf, math.inf, floor.size, True, odd)
     start = change_point(d, floor.size)
     mean, low, high = interval(d[start or 0 :])
     beyond = start is not None and (low > floor.size or high < -floor.size)

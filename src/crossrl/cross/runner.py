@@ -186,7 +186,7 @@ def _stopped_at_the_end(lines: Sequence[Progress]) -> Iterator[None]:
         alive = [line.process for line in lines if line.process is not None and line.process.poll() is None]
         try:
             for process in alive:
-                process.send_signal(signal.SIGINT)
+                process.terminate()
             end = time.monotonic() + 15
             while any(process.poll() is None for process in alive) and time.monotonic() < end:
                 time.sleep(0.05)

@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from crossrl.cross.arms import Experiment, load_experiment, read_config
-from crossrl.cross.effects import Numerics
+from crossrl.cross.effects import FEWEST_STEPS, Numerics
 from crossrl.cross.findings import PART, Evidence, Examination, Setting, Verdict, to_json
 from crossrl.cross.located import Located, locate, place, step_range
 from crossrl.cross.next_steps import NextSteps, next_steps
 from crossrl.cross.scenario import Scenario, scenario
 from crossrl.files import dump_json, publish_text
 
+NOT_EXAMINED = Evidence("stages", "A's tape was not examined by B.")
+ASSUMED = "B is taken for the healthy side. Were B at fault, the stages would differ in the same places."
 UNAFFECTED = "Training is not affected: no advantage changes by it."
 
 
@@ -74,6 +76,11 @@ def conclude(
     else:
         assert curves is not None
         verdict = _from_curves(curves)
+        compared = max((e.steps for e in curves.effects), default=0)
+        if verdict.conclusion == "no difference" and compared < FEWEST_STEPS:
+            text = f"Equal in {compared} steps says too little: {FEWEST_STEPS} are needed, or an examination."
+            verdict = replace(verdict, conclusion="not distinguishable",
+                              evidence=(*verdict.evidence, Evidence("curves", text)), todo=steps.examine())  # fmt: skip
     evidence = (*verdict.evidence, *_settings_that_explain(verdict, differ.values()))
     notes = (*verdict.notes, *_unseen(verdict, located))
     noise = " ".join(text for text in (located.noise if located else "", curves.noise if curves else "") if text)
@@ -89,6 +96,8 @@ def _from_stages(located: Located, curves: Scenario | None, steps: NextSteps) ->
     notes = [f"{place(f)} differs, harmless: {f.sentence}" for f in located.harmless[:1]]
     if first.harmless:
         notes.append(UNAFFECTED)
+    if located.side == "A" and first.by is not None:
+        notes.append(ASSUMED)
     listed = []
     for part in parts if len(parts) > 1 else ():
         found = next(f for f in located.blamed if f.part == part)
@@ -172,6 +181,9 @@ def _stages_find_nothing(located: Located, curves: Scenario | None, steps: NextS
         return _nothing_by_stages(located, curves, own, steps)
     found = _from_curves(curves)
     found = replace(found, evidence=(*own, *found.evidence))
+    if found.conclusion == "no difference" and "A" not in located.crossed:  # a failed examination is no evidence
+        return replace(found, conclusion="not distinguishable", evidence=(*found.evidence, NOT_EXAMINED),
+                       todo=steps.examine())  # fmt: skip
     if curves.differs is False or not located.judged:
         return found
     last, since = max(located.steps, default=0), curves.step
@@ -195,8 +207,7 @@ def _nothing_by_stages(
     """No difference only where B has judged every stage of A's tape, at every examined step."""
     extra = curves.evidence if curves else ()
     if "A" not in located.crossed:  # B's tape alone says that B is as A expects, not that A is as it should be
-        missing = Evidence("stages", "A's tape was not examined by B.")
-        return Verdict("not distinguishable", evidence=(*evidence, missing, *extra), todo=steps.examine())
+        return Verdict("not distinguishable", evidence=(*evidence, NOT_EXAMINED, *extra), todo=steps.examine())
     if located.judged and not located.unjudged:
         return Verdict("no difference", evidence=(*evidence, *extra), notes=curves.notes if curves else ())
     return Verdict("not distinguishable", evidence=(*evidence, *extra), todo=steps.examine())

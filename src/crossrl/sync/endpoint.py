@@ -10,7 +10,12 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-import zmq
+try:
+    import zmq
+except ImportError as error:
+    raise ImportError(
+        "weight transfer between processes needs pyzmq and xxhash: pip install 'crossrl[sync]'"
+    ) from error
 
 from crossrl.sync.messages import Log, Message, SyncError
 

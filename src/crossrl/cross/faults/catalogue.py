@@ -27,13 +27,14 @@ class Planted:
 
 
 def parse(text: str) -> tuple[Planted, ...]:
-    """``NAME`` or ``NAME@STEP``, separated by commas. Raises ``FaultError`` with the nearest names.
+    """``NAME`` or ``NAME@STEP``, separated by ``+`` (or commas, which a command line has to quote). Raises
+    ``FaultError`` with the nearest names.
 
     >>> [(p.fault.name, p.start) for p in parse("reward.flipped,sync.transposed@3")]
     [('reward.flipped', 1), ('sync.transposed', 3)]
     """
     found = []
-    for word in text.split(","):
+    for word in text.replace("+", ",").split(","):
         name, at, step = word.strip().partition("@")
         if name in HARMLESS:
             raise FaultError(
