@@ -71,7 +71,6 @@ def start(demo: Path, folder: Path, share: Path | None, role: str | None, *more:
         with folder.with_name(f"{folder.name}.log").open("a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs in the background
             if setup:
                 setup()
             wrap = (lambda s: KillAt(s, *kill[1:]) if s.name == kill[0] else s) if kill else (lambda s: s)

@@ -156,7 +156,6 @@ def test_a_signal_stops_with_its_code_and_no_traceback(tmp_path: Path, number: i
     process = subprocess.Popen(
         [sys.executable, "-m", "crossrl", "train", "--config-name", "demo"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by jobs in the background
     )  # fmt: skip
     assert process.stdout is not None
     assert "making data/demo" in process.stdout.readline()
