@@ -28,7 +28,8 @@ What `python benchmarks/cross.py` found: every fault of the [catalogue](faults.m
 demo's model, 3 steps of 8 prompts x 8 responses), each run examined by the other; every harmless difference with 5
 seeds; and some of the faults in A while B has a harmless difference, at a learning rate of 1e-5. Steps to the verdict:
 the time of the steps up to the first faulty one and of both examinations of them, in multiples of one training step,
-without loading models.
+without loading models. An examination runs every stage of a step again and reads and compares the weights and optimizer
+of every step; `crossrl cross` runs the two at the same time, here they run one after the other.
 """
 
 if __name__ == "__main__":

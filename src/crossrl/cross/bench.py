@@ -191,6 +191,12 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
         lines.append(f"| `{o.name}` | {part}, step {step} | {_found(o)} | {o.steps_to_verdict:.1f} |")
     right = sum(o.right_part for o in planted), sum(o.right_part and o.right_step for o in planted)
     lines += ["", f"Part right in {right[0]} of {len(planted)}, part and first step in {right[1]}."]
+    times = [o.steps_to_verdict for o in planted if o.expected and o.expected[1] == 1]
+    within = {n: sum(t <= n for t in times) for n in (3, 4)}
+    lines.append(
+        f"Of {len(times)} faults that act at step 1, {within[3]} are located within the time of 3 training steps (the "
+        f"goal), {within[4]} within 4."
+    )
     others: dict[str, list[Outcome]] = {}
     for o in outcomes:
         if not o.expected:
