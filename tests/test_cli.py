@@ -67,7 +67,7 @@ def test_a_users_mistake_is_a_message_without_traceback() -> None:
     assert "trainer.loger" in done.stderr
     assert "Traceback" not in done.stderr
     loud = run("train", "data.train_files=no.parquet", "trainer.loger=[file]", CROSSRL_DEBUG="1")
-    assert loud.returncode == 1
+    assert loud.returncode == 2
     assert "Traceback" in loud.stderr
     assert "trainer.loger" in loud.stderr
 

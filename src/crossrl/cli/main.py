@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if is_for_user(error) and os.environ.get("CROSSRL_DEBUG", "0") in ("", "0"):
+        if is_for_user(error):
+            if os.environ.get("CROSSRL_DEBUG", "0") not in ("", "0"):
+                traceback.print_exc()
             return show_error(error)
         if argv is not None:
             raise
