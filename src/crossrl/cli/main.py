@@ -49,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parse(list(sys.argv[1:] if argv is None else argv))
     if argv is None:  # this process is the command
-        signal.signal(signal.SIGTERM, _terminated)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as in a job in the background
+                signal.signal(number, _stop)
     try:
         return int(args.run(args))
     except KeyboardInterrupt as stop:
         print(f"\n{str(stop) or 'stopped by Ctrl-C'}", file=sys.stderr)
-        return 143 if str(stop) else 130
+        return 143 if "SIGTERM" in str(stop) else 130
     except BrokenPipeError:  # `crossrl ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -69,9 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 70
 
 
-def _terminated(number: int, frame: object) -> None:
-    """A scheduler asks the process to end: as with Ctrl-C, so that others hear why and nothing is left running."""
-    raise KeyboardInterrupt("stopped by SIGTERM")
+class Stopped(KeyboardInterrupt):
+    """A class of its own: a plain ``KeyboardInterrupt`` that passes through ``exec`` of a text, as in an import, makes
+    Python end the process by the signal at its exit, whatever code is returned."""
+
+
+def _stop(number: int, frame: object) -> None:
+    """Ctrl-C, or a scheduler that ends the process: others hear why, and nothing is left running."""
+    raise Stopped("stopped by Ctrl-C" if number == signal.SIGINT else "stopped by SIGTERM")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
