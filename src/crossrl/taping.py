@@ -95,10 +95,8 @@ class RunTape:
 
     def bring_state(self, record: Record, at: At) -> None:
         """Put the state of a loaded update into the trainer. Raises ``ExchangeError`` if another one arrives."""
-        tensors, facts = record.state(), record.header.info["state"]
-        kinds = {k: {n: t for n, t in tensors.items() if n.startswith(k)} for k in ("weights/", "optimizer/")}
-        weights, optimizer = ({n[len(k) :]: t for n, t in named.items()} for k, named in kinds.items())
-        self.parts.trainer.load_state(EngineState(weights, optimizer, facts["engine"]))
+        facts = record.header.info["state"]
+        self.parts.trainer.load_state(EngineState.from_named(record.state(), facts["engine"]))
         self.digests.forget()
         for kind, found in self.digests.update("after").items():
             if found != facts["after"][kind]:
@@ -108,10 +106,8 @@ class RunTape:
                 )
 
     def engine_state(self) -> dict[str, torch.Tensor]:
-        """What goes along with the record of an update: ``weights/NAME`` and ``optimizer/NAME``."""
-        state = self.parts.trainer.state()
-        named = {"weights": state.weights, "optimizer": state.optimizer}
-        return {f"{kind}/{name}": tensor for kind, tensors in named.items() for name, tensor in tensors.items()}
+        """What goes along with the record of an update."""
+        return self.parts.trainer.state().named()
 
     def first_validation(self) -> At | None:
         """Of the recorded run, before training where it did not validate; None if this run will not validate."""
@@ -160,7 +156,7 @@ class RunTape:
         finally:
             if self.exchange:
                 reason = how if error is None else error.trouble if isinstance(error, PeerLost) else reason_of(error)
-                self.exchange.close("finished" if error is None else "failed", reason)
+                self.exchange.close(error is not None, reason)
 
     def set_aside_validation(self, step: int) -> None:
         """Move the records of a validation that a kill interrupted; it is done again."""

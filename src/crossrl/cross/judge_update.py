@@ -14,7 +14,7 @@ from crossrl.cross.case import Case
 from crossrl.cross.findings import Finding, Gap
 from crossrl.cross.measure import Measured, describe, judge, measure
 from crossrl.cross.noise import Kind, Limit
-from crossrl.cross.states import Named
+from crossrl.engines.base import EngineState
 from crossrl.stages.base import At
 from crossrl.tape.record import Record
 
@@ -78,7 +78,9 @@ def judge_update(case: Case, record: Record) -> Finding:
     )
 
 
-def sensitivity(case: Case, record: Record, before: Named, mine: Named, found: Batch, kind: Kind) -> dict[str, float]:
+def sensitivity(
+    case: Case, record: Record, before: EngineState, mine: EngineState, found: Batch, kind: Kind
+) -> dict[str, float]:
     """By how much this side's own update moves when the weights before it are changed by one rounding each: field of a
     gap to size, in the gap's unit.
 
@@ -91,7 +93,7 @@ def sensitivity(case: Case, record: Record, before: Named, mine: Named, found: B
         signs = torch.randint(0, 2, tensor.shape, generator=draw).to(tensor.dtype) * 2 - 1
         return tensor * (1 + noise.ROUNDING[kind] * signs)
 
-    start = Named({n: rounded(t) for n, t in before.weights.items()}, before.optimizer, before.scalars)
+    start = EngineState({n: rounded(t) for n, t in before.weights.items()}, before.optimizer, before.scalars)
     case.states.load(start)
     try:
         _, again = case.again(record)
@@ -117,7 +119,7 @@ def excused(measured: list[Measured], sizes: Mapping[str, float]) -> list[Measur
     return out
 
 
-def _steps(mine: Named, theirs: Named) -> list[Measured]:
+def _steps(mine: EngineState, theirs: EngineState) -> list[Measured]:
     """Optimizer steps done so far, where both sides count them."""
     recorded, found = (state.scalars.get("steps_done") for state in (theirs, mine))
     if recorded is None or recorded == found:
@@ -165,7 +167,7 @@ def changes(
     return sorted(out, key=lambda c: -c.relative)
 
 
-def overall(before: tuple[Named, Named], mine: Named, theirs: Named) -> Change:
+def overall(before: tuple[EngineState, EngineState], mine: EngineState, theirs: EngineState) -> Change:
     """All weights as one vector."""
     names = [n for n in mine.weights if n in theirs.weights]
     flat = [torch.cat([s.weights[n].double().flatten() for n in names]) for s in (*before, mine, theirs)]

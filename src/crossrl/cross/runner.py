@@ -65,8 +65,7 @@ def run_here(job: Job, show: Callable[[Sequence[Progress]], None], execute: Call
     """``job`` in this process, by ``execute``; its output goes to the same log, and what comes of it is the same."""
     line = Progress(job, "running", began=time.monotonic())
     show([line])
-    if was_done(job):
-        line.state, line.step, line.detail = "done", _last(job)[0], "done before"
+    if _skipped(line):
         return line
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -81,10 +80,16 @@ def run_here(job: Job, show: Callable[[Sequence[Progress]], None], execute: Call
     return line
 
 
+def _skipped(line: Progress) -> bool:
+    if not was_done(line.job):
+        return False
+    line.state, line.step, line.detail = "done", _last(line.job)[0], "done before"
+    return True
+
+
 def _start(line: Progress) -> None:
     job = line.job
-    if was_done(job):
-        line.state, line.step, line.detail = "done", _last(job)[0], "done before"
+    if _skipped(line):
         return
     job.log.parent.mkdir(parents=True, exist_ok=True)
     job.exit_file.unlink(missing_ok=True)

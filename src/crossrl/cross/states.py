@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -25,36 +25,27 @@ class Known:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A state by name, float tensors on the CPU, copies."""
-
-    weights: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
-    scalars: Mapping[str, Any]
-
-
 class States:
     """``before(step)`` leaves the trainer in the run's state after ``step - 1``."""
 
     def __init__(self, run: RunTape, trainer: TrainEngine) -> None:
         self.run, self.trainer = run, trainer
-        self._read: tuple[int, Named] | None = None  # the last one, which two readers in a row want
+        self._read: tuple[int, EngineState] | None = None  # the last one, which two readers in a row want
         self.initial = self.now()
         self.initial_digest = weights_digest(self.initial.weights.items())
         self.first_recorded = self._told()
         self.first = self._begin()
         self._holds: tuple[int, Known] = (0, self.first)
 
-    def now(self) -> Named:
-        """A copy of what the trainer holds."""
+    def now(self) -> EngineState:
+        """What the trainer holds: copies, on the CPU."""
         state = self.trainer.state()
         weights, optimizer = (
             {n: t.detach().cpu().clone() for n, t in part.items()} for part in (state.weights, state.optimizer)
         )
-        return Named(weights, optimizer, dict(state.scalars))
+        return EngineState(weights, optimizer, dict(state.scalars))
 
-    def after(self, step: int) -> Named | None:
+    def after(self, step: int) -> EngineState | None:
         """The run's state after ``step``, from its tape; None when it is not there."""
         if step == 0:
             return self.initial if self.first.kind != "unknown" else None
@@ -63,12 +54,8 @@ class States:
         record = self.update(step)
         if record is None or not record.has_state:
             return None
-        parts: dict[str, dict[str, torch.Tensor]] = {"weights": {}, "optimizer": {}}
-        for key, tensor in record.state().items():
-            kind, _, name = key.partition("/")
-            parts[kind][name] = tensor
         scalars = record.header.info.get("state", {}).get("engine", {})
-        self._read = step, Named(parts["weights"], parts["optimizer"], {"weight_version": step, **scalars})
+        self._read = step, EngineState.from_named(record.state(), {"weight_version": step, **scalars})
         return self._read[1]
 
     def before(self, step: int) -> Known:
@@ -87,7 +74,7 @@ class States:
         self._holds = (step - 1, known)
         return known
 
-    def load(self, state: Named) -> Known:
+    def load(self, state: EngineState) -> Known:
         """Into the trainer, cast to its data types where those are others."""
         mine = self.trainer.state()
         try:

@@ -170,6 +170,22 @@ class EngineState:
     optimizer: Mapping[str, torch.Tensor]
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
+    def named(self) -> dict[str, torch.Tensor]:
+        """All tensors in one map, as ``weights/NAME`` and ``optimizer/NAME``: the form in which records hold them."""
+        parts = {"weights": self.weights, "optimizer": self.optimizer}
+        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    @classmethod
+    def from_named(cls, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> EngineState:
+        """The inverse of ``named``. Raises ``EngineError`` for a name of neither kind."""
+        parts: dict[str, dict[str, torch.Tensor]] = {"weights": {}, "optimizer": {}}
+        for key, tensor in tensors.items():
+            part, _, name = key.partition("/")
+            if part not in parts or not name:
+                raise EngineError(f"a recorded state holds {key!r}: want weights/NAME or optimizer/NAME")
+            parts[part][name] = tensor
+        return cls(parts["weights"], parts["optimizer"], scalars)
+
 
 class TrainEngine(Protocol):
     name: str

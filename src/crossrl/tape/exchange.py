@@ -91,13 +91,13 @@ class Exchange:
         self.check()
         return counted
 
-    def close(self, state: str, reason: str) -> None:
+    def close(self, failed: bool, reason: str) -> None:
         """Say how the run ended, so that the other side does not wait for it."""
         if not self._open:
             return
         self._open = False
         self._heart.stop()
-        self.mine = replace(self.mine, state="failed" if state == "failed" else "finished", reason=reason[:2000])
+        self.mine = replace(self.mine, state="failed" if failed else "finished", reason=reason[:2000])
         try:
             self._desk.write(self.mine)
         except (OSError, TapeError) as error:  # the run ends for a reason of its own, which must be seen

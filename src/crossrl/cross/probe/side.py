@@ -21,7 +21,7 @@ from crossrl.cross.faults import plant
 from crossrl.cross.probe.dump import Dump, ProbeError, Way, write_dump
 from crossrl.cross.probe.hooks import Call, Recorder
 from crossrl.cross.probe.weights import dtype_name
-from crossrl.engines.base import Sampling, TrainEngine
+from crossrl.engines.base import EngineState, Sampling, TrainEngine
 from crossrl.engines.rollout import hf
 from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.train.fsdp import FsdpTrainEngine
@@ -164,8 +164,7 @@ def _recorded_weights(tape: RunTape, run: Path, after: int) -> tuple[dict[str, t
     if ("update", At(after)) in tape.calls(after):
         record = tape.record(after, "update")
         if record.has_state:
-            named = {n.partition("/")[2]: t for n, t in record.state().items() if n.startswith("weights/")}
-            return named, str(record.path)
+            return dict(EngineState.from_named(record.state(), {}).weights), str(record.path)
     store = CheckpointStore(run)
     if after in store.steps():
         path = store.load(store.path(after)).path / "model"
