@@ -27,6 +27,7 @@ from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.report import Reporter
 from crossrl.stages.sync import Sync
+from crossrl.sync.carriers import InProcess
 from crossrl.trainer import Trainer
 
 
@@ -192,7 +193,7 @@ def test_weights_come_from_a_checkpoint_where_the_tape_has_none(run, dump, tmp_p
     )
     model.load_state_dict(weights, strict=False)
     digests = {"weights": "", "optimizer": ""}
-    CheckpointStore(copy).save(1, model.save_pretrained, {"x": torch.zeros(1)}, {}, digests, 0)
+    CheckpointStore(copy).save(1, lambda folder: model.save_pretrained(folder / "model"), {}, digests, 0)
     make_dump(Request(copy, 2, tmp_path / "b"))
     b = read_dump(tmp_path / "b")
     assert b.dump.weights_from.endswith("global_step_1/model") and compare_dumps(a, b).judged.judgement == "equal"
@@ -281,7 +282,7 @@ def test_a_dump_never_overwrites(dump):
 def engines(model) -> Side:
     trainer = FsdpTrainEngine(model, None)
     engine = HfRolloutEngine(model, [0], digest=False)
-    return Side(trainer, engine, Sync(trainer, engine))
+    return Side(trainer, engine, Sync(InProcess(trainer, engine)))
 
 
 PROMPT, RESPONSE = np.array([5, 9, 3, 3, 20, 41, 7], np.int32), np.array([8, 1, 60, 33, 2, 19], np.int32)

@@ -23,6 +23,7 @@ from crossrl.models.digest import weights_digest
 from crossrl.models.loading import distinct_parameters, load_causal_lm, save_hf, tied_names
 from crossrl.stages.base import At
 from crossrl.stages.sync import Sync
+from crossrl.sync.carriers import InProcess
 
 EOS = 2
 
@@ -286,7 +287,7 @@ def test_a_declared_cast_is_done_and_any_other_is_refused() -> None:
 
 
 def synced(trainer: FsdpTrainEngine, engine: HfRolloutEngine) -> dict[str, Any]:
-    return Sync(trainer, engine, tied_names(trainer.model))(Batch(()), At(1)).info
+    return Sync(InProcess(trainer, engine, tied_names(trainer.model)))(Batch(()), At(1)).info
 
 
 def test_the_record_of_a_sync_says_what_was_sent_and_what_is_held() -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import PreTrainedModel
 
 from crossrl import settings
 from crossrl.config.root import RunConfig
 from crossrl.data.dataset import PromptDataset, PromptOptions
 from crossrl.data.loader import PromptLoader
 from crossrl.data.tokenize import Template
-from crossrl.engines.base import EngineError
+from crossrl.engines.base import EngineError, RolloutEngine, TrainEngine
 from crossrl.engines.rollout.hf import HfRolloutEngine
-from crossrl.engines.threads import choose_threads
+from crossrl.engines.rollout.replicas import Replicas
 from crossrl.engines.train.fsdp import FsdpTrainEngine
-from crossrl.engines.train.optimizer import AdamWSettings
-from crossrl.models.loading import as_dtype, load_causal_lm, load_tokenizer, tied_names
+from crossrl.models.loading import load_tokenizer
+from crossrl.placement import Engines, open_engines
 from crossrl.rewards.scorer import RewardSpec, Scorer
 from crossrl.stages.advantage import Advantage
 from crossrl.stages.base import Stage
@@ -31,6 +29,9 @@ from crossrl.stages.sync import Sync
 from crossrl.stages.update import Update
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
+_IN_HERE = (
+    "use actor_rollout_ref.rollout.name=hf, trainer.nnodes=1, trainer.n_gpus_per_node=1 and cluster.launcher=auto"
+)
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Parts:
 
     ``stages``: by name, those of ``loop.train_step``; one that this run does not need is not there.
     ``val_rollout``, ``val_reward``: the same stages with validation's sampling, and without shaping.
-    ``notes``: lines for the user.
+    ``engines``: all of them, and how they end. ``notes``: lines for the user.
     """
 
     tokenizer: Any
@@ -47,73 +48,94 @@ class Parts:
     val_data: PromptDataset | None
     loader: PromptLoader
     total_steps: int
-    trainer: FsdpTrainEngine
-    engine: HfRolloutEngine
+    trainer: TrainEngine
+    engine: RolloutEngine | Replicas
     scorer: Scorer
     advantage: Advantage
     update: Update
     sync: Stage
-    reference: FsdpTrainEngine | None
+    reference: TrainEngine | None
     stages: dict[str, Stage]
     val_rollout: Stage
     val_reward: Stage
+    engines: Engines
     notes: list[str]
 
+    @property
+    def local_trainer(self) -> FsdpTrainEngine:
+        """The trainer, for who looks inside it. Raises ``EngineError`` where it is in another process."""
+        if isinstance(self.trainer, FsdpTrainEngine):
+            return self.trainer
+        raise EngineError(f"this looks inside the trainer, which is in other processes: {_IN_HERE}")
 
-def assemble(cfg: RunConfig, progress: Progress) -> Parts:
-    """Everything that a run needs, from files. Raises the errors of data, models, rewards and engines."""
-    arr = cfg.actor_rollout_ref
+    @property
+    def local_engine(self) -> HfRolloutEngine:
+        """The rollout engine, likewise."""
+        if isinstance(self.engine, HfRolloutEngine):
+            return self.engine
+        raise EngineError(f"this looks inside the rollout engine, which is in another process: {_IN_HERE}")
+
+    def close(self) -> None:
+        """End all other processes."""
+        try:
+            self.scorer.close()
+        finally:
+            self.engines.close()
+
+
+def assemble(cfg: RunConfig, progress: Progress, logs: Path | None = None) -> Parts:
+    """Everything that a run needs, from files. Raises the errors of data, models, rewards and engines.
+
+    ``logs``: folder for what worker processes write to their output.
+    """
     tokenizer = tokenizer_of(cfg)
     train_data = load_data(cfg, tokenizer, "train")
     val_data = load_data(cfg, tokenizer, "val") if cfg.data.val_files else None
     loader = make_loader(cfg, train_data)
+    engines = open_engines(cfg, tokenizer, logs)
+    try:
+        data = [d for d in (train_data, val_data) if d]
+        check_positions(cfg, engines.trainer.facts.max_length, data)
+        scorer = make_scorer(cfg, sorted({source for d in data for source in d.sources}))
+    except BaseException:
+        engines.close()
+        raise
     total = cfg.trainer.total_training_steps or loader.steps_per_epoch * cfg.trainer.total_epochs
-    model = load_model(cfg)
-    threads, sentence = pick_threads(cfg, model)
-    torch.set_num_threads(threads)
-    trainer = train_engine(cfg, model)
-    engine = rollout_engine(cfg, model, tokenizer)
-    sources = {*train_data.sources, *(val_data.sources if val_data else {})}
-    scorer = make_scorer(cfg, sorted(sources))
     advantage = Advantage(settings.advantage_config(cfg), settings.kl_controller(cfg))
-    reference = reference_engine(cfg) if settings.needs_reference(cfg) else None
-    stages = connect(cfg, tokenizer, trainer, reference, engine, scorer, advantage, progress)
+    stages = connect(cfg, tokenizer, engines, scorer, advantage, progress)
     columns = ["old_log_probs"] if "old_log_prob" in stages else []
-    columns += ["ref_log_probs"] if arr.actor.use_kl_loss else []
+    columns += ["ref_log_probs"] if cfg.actor_rollout_ref.actor.use_kl_loss else []
     columns += ["is_weights"] if advantage.config.correction else []
     update = Update(
-        trainer,
+        engines.trainer,
         settings.objective_config(cfg),
         settings.update_plan(cfg),
         settings.learning_rate(cfg, total),
         tuple(columns),
     )
-    sync = Sync(trainer, engine, tied_names(model))
+    sync = Sync(engines.carrier)
     val_rollout = Rollout(
-        engine,
+        engines.rollout,
         tokenizer,
         settings.validation_sampling(cfg),
-        settings.seed_of(arr.rollout.seed, cfg),
+        settings.seed_of(cfg.actor_rollout_ref.rollout.seed, cfg),
         progress=lambda done, of: progress("validation", done, of),
     )
-    check_positions(cfg, trainer.policy.max_length, [d for d in (train_data, val_data) if d])
-    notes = [f"training data: {train_data.report}", sentence]
+    notes = [f"training data: {train_data.report}", *engines.notes[:1]]
     notes += [f"validation data: {val_data.report}"] if val_data else []
-    notes += sorted({n for n in (trainer.notice, engine.notice) if n})
+    notes += engines.notes[1:]
     return Parts(
         tokenizer=tokenizer, train_data=train_data, val_data=val_data, loader=loader, total_steps=total,
-        trainer=trainer, engine=engine, scorer=scorer, advantage=advantage, update=update, sync=sync,
-        reference=reference, stages={**stages, "update": update, "sync": sync}, val_rollout=val_rollout,
-        val_reward=Reward(scorer), notes=notes,
+        trainer=engines.trainer, engine=engines.rollout, scorer=scorer, advantage=advantage, update=update, sync=sync,
+        reference=engines.reference, stages={**stages, "update": update, "sync": sync}, val_rollout=val_rollout,
+        val_reward=Reward(scorer), engines=engines, notes=notes,
     )  # fmt: skip
 
 
 def connect(
     cfg: RunConfig,
     tokenizer: Any,
-    trainer: FsdpTrainEngine,
-    reference: FsdpTrainEngine | None,
-    engine: HfRolloutEngine,
+    engines: Engines,
     scorer: Scorer,
     advantage: Advantage,
     progress: Progress,
@@ -123,7 +145,7 @@ def connect(
     temperature = arr.rollout.temperature
     stages: dict[str, Stage] = {
         "rollout": Rollout(
-            engine,
+            engines.rollout,
             tokenizer,
             settings.training_sampling(cfg),
             settings.seed_of(arr.rollout.seed, cfg),
@@ -136,9 +158,9 @@ def connect(
     if cfg.algorithm.rollout_correction.bypass_mode:
         stages["old_log_prob"] = OldFromRollout()
     elif settings.needs_old_log_probs(cfg):
-        stages["old_log_prob"] = OldLogProb(trainer, temperature)
-    if reference is not None:
-        stages["ref_log_prob"] = RefLogProb(reference, temperature)
+        stages["old_log_prob"] = OldLogProb(engines.trainer, temperature)
+    if engines.reference is not None:
+        stages["ref_log_prob"] = RefLogProb(engines.reference, temperature)
     return stages
 
 
@@ -187,98 +209,6 @@ def make_loader(cfg: RunConfig, data: PromptDataset) -> PromptLoader:
         shuffle=cfg.data.shuffle,
         total_epochs=None if cfg.trainer.total_training_steps else cfg.trainer.total_epochs,
     )
-
-
-def device_of(cfg: RunConfig) -> torch.device:
-    if cfg.trainer.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(cfg.trainer.device)
-
-
-def load_model(cfg: RunConfig, dtype: str | None = None) -> PreTrainedModel:
-    """The policy as its folder has it, in ``dtype``; None: that of the master weights."""
-    keys = cfg.actor_rollout_ref.model
-    return load_causal_lm(
-        keys.path or "",
-        dtype=dtype or settings.train_dtype(cfg),
-        device=device_of(cfg),
-        trust_remote_code=keys.trust_remote_code,
-        override_config=keys.override_config,
-    )
-
-
-def autocast_of(cfg: RunConfig) -> torch.dtype | None:
-    """Forward and backward in bfloat16 on an accelerator unless float32 is asked for; never on a CPU."""
-    dtype = cfg.actor_rollout_ref.actor.fsdp_config.dtype
-    return torch.bfloat16 if device_of(cfg).type != "cpu" and dtype in ("auto", "bfloat16") else None
-
-
-def packed_of(cfg: RunConfig) -> bool | None:
-    """For ``Policy``: try the packed form, or do without."""
-    return None if cfg.actor_rollout_ref.model.use_remove_padding else False
-
-
-def rollout_engine(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> HfRolloutEngine:
-    """It shares the trainer's ``model`` if it may: then a sync moves the version and copies nothing."""
-    keys, dtype, trained = cfg.actor_rollout_ref.rollout, settings.rollout_dtype(cfg), settings.train_dtype(cfg)
-    own = keys.own_weights or dtype != trained
-    # Hashing all weights takes a while; it is for the record.
-    recorded = cfg.tape.mode != "off" and bool({"all", Sync.name} & set(cfg.tape.stages))
-    return HfRolloutEngine(
-        load_model(cfg, dtype).requires_grad_(False) if own else model,
-        eos_token_ids(model, tokenizer),
-        max_num_seqs=keys.max_num_seqs,
-        digest=recorded,
-        receives=as_dtype(trained) if dtype != trained else None,
-        packed=packed_of(cfg),
-    )
-
-
-def train_engine(cfg: RunConfig, model: PreTrainedModel) -> FsdpTrainEngine:
-    actor = cfg.actor_rollout_ref.actor
-    by_tokens = actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None
-    optim = AdamWSettings(
-        betas=(actor.optim.betas[0], actor.optim.betas[1]),
-        eps=actor.optim.eps,
-        weight_decay=actor.optim.weight_decay,
-        max_grad_norm=actor.optim.clip_grad,
-    )
-    return FsdpTrainEngine(
-        model,
-        optim,
-        micro_batch_size=None if by_tokens else actor.ppo_micro_batch_size_per_gpu,
-        max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu if by_tokens else None,
-        gradient_checkpointing=cfg.actor_rollout_ref.model.enable_gradient_checkpointing,
-        autocast=autocast_of(cfg),
-        packed=packed_of(cfg),
-    )
-
-
-def reference_engine(cfg: RunConfig) -> FsdpTrainEngine:
-    """The model as it was before training, frozen."""
-    ref = cfg.actor_rollout_ref.ref
-    by_tokens = ref.log_prob_use_dynamic_bsz or ref.log_prob_micro_batch_size_per_gpu is None
-    return FsdpTrainEngine(
-        load_model(cfg).requires_grad_(False),
-        None,
-        micro_batch_size=None if by_tokens else ref.log_prob_micro_batch_size_per_gpu,
-        max_tokens_per_micro_batch=ref.log_prob_max_token_len_per_gpu if by_tokens else None,
-        autocast=autocast_of(cfg),
-        packed=packed_of(cfg),
-    )
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """The ids that end a response: those of the generation config and the tokenizer's own."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return sorted(i for i in ids if i is not None)
-
-
-def pick_threads(cfg: RunConfig, model: PreTrainedModel) -> tuple[int, str]:
-    if cfg.trainer.num_threads is not None:
-        return cfg.trainer.num_threads, f"threads: {cfg.trainer.num_threads} (trainer.num_threads)"
-    return choose_threads(sum(p.numel() for p in model.parameters()))
 
 
 def make_scorer(cfg: RunConfig, sources: list[str]) -> Scorer:

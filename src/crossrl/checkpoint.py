@@ -7,6 +7,9 @@ A checkpoint is a folder ``global_step_{N}``::
     state.json              everything else, JSON: step, loader position, schedules, run identity
     manifest.json           sha256 of each file above, digests of weights and optimizer, written last
 
+Of a model that several ranks train, ``model`` is without weights, and weights and optimizer are in ``shards``, a file
+of each rank; that is format 2. What is in these parts is the training engine's matter (``engines/train/saving.py``).
+
 It is filled under a temporary name, flushed, and renamed. Older ones are removed only after that.
 """
 
@@ -19,13 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
+from crossrl.engines.train.saving import is_sharded
 from crossrl.files import dump_json, file_digests, publish_folder, publish_text, read_json, remove_leftovers
 
-FORMAT = 1
+WHOLE, SHARDED = 1, 2  # formats
 MARKER = "latest_checkpointed_iteration.txt"
 
 
@@ -35,12 +35,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One checkpoint as read back and checked: ``optimizer`` by name, ``state`` as it was saved; the weights are in
-    the Hugging Face folder ``path/model``."""
+    """One checkpoint whose files are as they were written: ``state`` as it was saved; the tensors are the training
+    engine's to load from ``path``."""
 
     path: Path
     step: int
-    optimizer: Mapping[str, torch.Tensor]
     state: Mapping[str, Any]
     manifest: Mapping[str, Any]
 
@@ -82,16 +81,16 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        write_model: Callable[[Path], None],
-        optimizer: Mapping[str, torch.Tensor],
+        write_engine: Callable[[Path], None],
         state: Mapping[str, Any],
         digests: Mapping[str, str],
         need_bytes: int,
     ) -> Path:
         """Write the checkpoint of ``step``, then drop the oldest ones beyond ``keep``.
 
-        ``write_model(folder)`` writes the Hugging Face folder. Saving a step that is there already is an error:
-        it would be another run's. Raises ``CheckpointError`` when the disk is too full, before and after the try.
+        ``write_engine(folder)`` writes what the training engine will load. Saving a step that is there already is an
+        error: it would be another run's. Raises ``CheckpointError`` when the disk is too full, before and after the
+        try.
         """
         target = self.path(step)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -104,18 +103,18 @@ class CheckpointStore:
 
         try:
             with publish_folder(target) as tmp:
-                write_model(tmp / "model")
-                save_file({k: v.detach().contiguous() for k, v in optimizer.items()}, tmp / "optimizer.safetensors")
+                write_engine(tmp)
                 publish_text(tmp / "state.json", dump_json({"step": step, **state}))
                 files = sorted(p for p in tmp.rglob("*") if p.is_file())
                 names = [str(p.relative_to(tmp)) for p in files]
                 content = dict(zip(names, file_digests(files), strict=True))
-                manifest = {"format": FORMAT, "step": step, "files": content, **digests}
+                form = SHARDED if is_sharded(tmp) else WHOLE
+                manifest = {"format": form, "step": step, "files": content, **digests}
                 publish_text(tmp / "manifest.json", dump_json(manifest))
             publish_text(self.folder / MARKER, str(step))
         except FileExistsError:
             raise CheckpointError(f"{target} is there already; use another trainer.default_local_dir") from None
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise CheckpointError(
                 f"cannot write {target}: {error}. Older checkpoints are untouched: {self.steps()}"
             ) from error
@@ -145,8 +144,10 @@ class CheckpointStore:
         if not manifest_path.is_file():
             raise CheckpointError(f"{manifest_path} is not there: {path} is not a complete CrossRL checkpoint")
         manifest = read_json(manifest_path)
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{manifest_path}: format {manifest.get('format')!r} found, {FORMAT} expected")
+        if manifest.get("format") not in (WHOLE, SHARDED):
+            raise CheckpointError(
+                f"{manifest_path}: format {manifest.get('format')!r} found, {WHOLE} or {SHARDED} expected"
+            )
         files = {name: path / name for name in manifest["files"]}
         for file in files.values():
             if not file.is_file():
@@ -158,4 +159,4 @@ class CheckpointStore:
                     f"{found[:16]}... found. Use an older checkpoint (trainer.resume_mode=resume_path)"
                 )
         state = read_json(path / "state.json")
-        return Saved(path, state["step"], load_file(path / "optimizer.safetensors"), state, manifest)
+        return Saved(path, state["step"], state, manifest)

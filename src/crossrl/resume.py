@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from crossrl.batch import Batch
 from crossrl.checkpoint import CheckpointError, CheckpointStore, Saved
 from crossrl.config.resolved import flatten
 from crossrl.config.root import RunConfig
-from crossrl.engines.base import EngineState
-from crossrl.models.digest import weights_digest
-from crossrl.models.loading import distinct_parameters, load_causal_lm, save_hf
 
 
 class ResumeError(RuntimeError):
@@ -29,8 +25,7 @@ class RunState:
         self.cfg, self.parts, self.store = cfg, parts, store
 
     def digests(self) -> dict[str, str]:
-        state = self.parts.trainer.state()
-        return {"weights": weights_digest(state.weights.items()), "optimizer": weights_digest(state.optimizer.items())}
+        return self.parts.trainer.digests()
 
     def save(self, step: int, batch: Batch | None, facts: Mapping[str, Any]) -> dict[str, str]:
         """Write ``global_step_{step}``; returns its path and digests. ``facts``: what else belongs to the run's state.
@@ -38,15 +33,12 @@ class RunState:
         ``batch``: the step's, whose sample ids a resumed run needs to complete that step's records.
         """
         trainer = self.parts.trainer
-        state = trainer.state()
-        size = sum(t.numel() * t.element_size() for t in (*state.weights.values(), *state.optimizer.values()))
         digests = self.digests()
         path = self.store.save(
             step,
-            functools.partial(save_hf, trainer.model, self.parts.tokenizer),
-            state.optimizer,
+            lambda folder: trainer.save(folder, self.parts.tokenizer),
             {
-                "engine": dict(state.scalars),
+                "engine": trainer.scalars(),
                 "loader": self.parts.loader.state(),
                 "advantage": dict(self.parts.advantage.state()),
                 "sample_id": list(batch.sample_id) if batch is not None else [],
@@ -55,7 +47,7 @@ class RunState:
                 **facts,
             },
             digests,
-            need_bytes=int(size * 1.05) + 10_000_000,
+            need_bytes=int(trainer.facts.state_bytes * 1.05) + 10_000_000,
         )
         return {"path": str(path), **digests}
 
@@ -84,12 +76,8 @@ class RunState:
 
     def restore(self, saved: Saved) -> None:
         """Bring everything back, and check that what is now held is what was saved."""
-        keys = self.cfg.actor_rollout_ref.model
-        # Through transformers, which may store parameters under other names than the model has (fused experts).
-        dtype = next(iter(self.parts.trainer.state().weights.values())).dtype
-        model = load_causal_lm(saved.path / "model", dtype, "cpu", keys.trust_remote_code)
-        weights = {name: tensor.detach() for name, tensor in distinct_parameters(model)}
-        self.parts.trainer.load_state(EngineState(weights, saved.optimizer, saved.state["engine"]))
+        trusted = self.cfg.actor_rollout_ref.model.trust_remote_code
+        self.parts.trainer.load(saved.path, saved.state["engine"], trusted)
         self.parts.loader.load_state(saved.state["loader"])
         self.parts.advantage.load_state(saved.state["advantage"])
         for name, found in self.digests().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from crossrl.algorithms.correction import CorrectionConfig
 from crossrl.algorithms.kl import KLController
@@ -32,6 +33,38 @@ def rollout_dtype(cfg: RunConfig) -> str:
     """Of the weights that the rollout engine computes with (auto: the trainer's)."""
     dtype = cfg.actor_rollout_ref.rollout.dtype
     return train_dtype(cfg) if dtype == "auto" else dtype
+
+
+def processes(cfg: RunConfig) -> int:
+    """How many train."""
+    return cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+
+
+def replicas(cfg: RunConfig) -> int:
+    """How many rollout engines share the requests."""
+    rollout = cfg.actor_rollout_ref.rollout
+    spread = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+    return rollout.replicas or processes(cfg) // spread
+
+
+def launcher(cfg: RunConfig) -> Literal["none", "local", "ray"]:
+    """Who starts the worker processes of this run; none: it has none."""
+    asked = cfg.cluster.launcher
+    if asked != "auto":
+        return asked  # type: ignore[return-value]  # one of three, checked with the config
+    if processes(cfg) > 1 or replicas(cfg) > 1:
+        return "ray"
+    return "none" if cfg.actor_rollout_ref.rollout.name == "hf" else "local"
+
+
+def planted_in_engine(cfg: RunConfig) -> str:
+    """The faults of ``cross.plant`` that are planted where an engine in another process computes."""
+    return cfg.cross.plant or "" if launcher(cfg) != "none" else ""
+
+
+def trains_apart(cfg: RunConfig) -> bool:
+    """Whether training is in worker processes, and not in this one."""
+    return processes(cfg) > 1 or launcher(cfg) == "ray"
 
 
 def optimizer_steps(cfg: RunConfig) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from crossrl.assemble import Parts
 from crossrl.config.resolved import flatten
 from crossrl.config.root import RunConfig
-from crossrl.models.digest import weights_digest
 from crossrl.tape.compare import flatten as flat
 from crossrl.tape.exchange import Exchange
 from crossrl.tape.header import RECORD_VERSION
@@ -27,6 +26,7 @@ MAY_DIFFER: dict[str, str] = {
     "trainer.num_threads": "where a side computes",
     "trainer.nnodes": "where a side computes",
     "trainer.n_gpus_per_node": "where a side computes",
+    "cluster.*": "where a side computes",
     "trainer.save_freq": "each run has its own checkpoints",
     "trainer.max_actor_ckpt_to_keep": "each run has its own checkpoints",
     "trainer.resume_*": "each run has its own checkpoints",
@@ -45,7 +45,14 @@ MAY_DIFFER: dict[str, str] = {
     "actor_rollout_ref.rollout.name": "the inference that is examined",
     "actor_rollout_ref.rollout.dtype": "the inference that is examined",
     "actor_rollout_ref.rollout.own_weights": "the inference that is examined",
-    "actor_rollout_ref.rollout.max_num_seqs": "the inference that is examined",
+    "actor_rollout_ref.rollout.max_*": "the inference that is examined",
+    "actor_rollout_ref.rollout.replicas": "where a side computes",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "where a side computes",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "where a side computes",
+    "actor_rollout_ref.rollout.free_cache_engine": "where a side computes",
+    "actor_rollout_ref.rollout.enforce_eager": "the inference that is examined",
+    "actor_rollout_ref.rollout.enable_prefix_caching": "the inference that is examined",
+    "actor_rollout_ref.rollout.engine_kwargs*": "the inference that is examined",
     "actor_rollout_ref.rollout.top_*": "the inference that is examined",
     "actor_rollout_ref.rollout.val_kwargs.*": "each run validates for itself",
     "actor_rollout_ref.rollout.skip_*": "where responses are kept",
@@ -91,7 +98,7 @@ def open_exchange(
         trainer.share_data,  # type: ignore[arg-type]  # one of two, checked with the config
         home,
         agreement(cfg, parts, facts),
-        lambda: weights_digest(parts.trainer.named_weights()),
+        lambda: parts.trainer.digests("weights")["weights"],
         trainer.share_data_timeout,
         trainer.share_data_heartbeat,
         trainer.share_data_keep,

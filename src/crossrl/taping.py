@@ -17,7 +17,6 @@ from crossrl import settings
 from crossrl.assemble import Parts
 from crossrl.config.root import RunConfig
 from crossrl.engines.base import EngineState
-from crossrl.models.digest import weights_digest
 from crossrl.report import Reporter
 from crossrl.sharing import IGNORE, OWN, open_exchange
 from crossrl.stages.base import At, Stage
@@ -64,7 +63,7 @@ class RunTape:
         self.exchange = open_exchange(cfg, parts, folder, facts, show)
         self.tape = Tape(
             self.own, uuid.uuid4().hex, self.fingerprint, options, lambda: parts.trainer.weight_version,
-            self.exchange.wait if self.exchange else wait_for, str(parts.trainer.policy.device),
+            self.exchange.wait if self.exchange else wait_for, parts.trainer.facts.device,
         )  # fmt: skip
 
     def wrap(self, stage: Stage) -> Stage:
@@ -253,7 +252,7 @@ class Digests:
     def weights(self) -> str:
         trainer = self._parts.trainer
         if self._weights is None or self._weights[0] != trainer.weight_version:
-            self._weights = trainer.weight_version, weights_digest(trainer.named_weights())
+            self._weights = trainer.weight_version, trainer.digests("weights")["weights"]
         return self._weights[1]
 
     def update(self, when: str) -> dict[str, str]:
@@ -261,7 +260,7 @@ class Digests:
         the weights before an update are those after the last one, and so is the optimizer state."""
         if when == "before":
             return {"weights": self.weights()}
-        return {"weights": self.weights(), "optimizer": weights_digest(self._parts.trainer.state().optimizer.items())}
+        return {"weights": self.weights(), **self._parts.trainer.digests("optimizer")}
 
     def forget(self) -> None:
         """The weights were replaced without a new version of their own."""
@@ -271,7 +270,7 @@ class Digests:
         """Of the reference weights, which never change."""
         engine = self._parts.reference
         if self._reference is None and engine is not None:
-            self._reference = weights_digest(engine.named_weights())
+            self._reference = engine.digests("weights")["weights"]
         return self._reference or ""
 
 
@@ -296,7 +295,7 @@ def step_range(text: str | None) -> frozenset[int] | None:
 
 def model_config(parts: Parts) -> dict[str, Any]:
     """The model's architecture; what says how it was loaded is left out."""
-    config = parts.trainer.model.config.to_dict()
+    config = parts.trainer.facts.config
     return {
         k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "name_or_path")
     }

@@ -25,7 +25,6 @@ from crossrl.data.loader import validation_batches
 from crossrl.files import publish_folder, publish_text
 from crossrl.loop import NoSignal, Sampler, StepLog, train_step
 from crossrl.metrics import batch_metrics, outcomes, speed_metrics
-from crossrl.models.loading import save_hf
 from crossrl.report import Reporter, Sample
 from crossrl.resume import RunState
 from crossrl.stages.base import ORDER, At, Stage, apply
@@ -109,7 +108,7 @@ class Trainer:
         with self._lock(), taping.log_to(self.reporter):
             store = CheckpointStore(self.folder, self.cfg.trainer.max_actor_ckpt_to_keep)
             store.clean()
-            self.parts = parts = assemble(self.cfg, self.reporter.stage)
+            self.parts = parts = assemble(self.cfg, self.reporter.stage, self.folder / "workers")
             self.plant(parts)
             self.state = RunState(self.cfg, parts, store)
             try:
@@ -132,7 +131,7 @@ class Trainer:
                 if self.tape:
                     self.tape.close(None, self.status)
             finally:
-                parts.scorer.close()
+                parts.close()
 
     def step(self, sampler: Sampler) -> bool:
         """One training step; False when the data are used up."""
@@ -200,15 +199,14 @@ class Trainer:
         if not cfg.trainer.val_only:  # which leaves the run that is there as it was
             publish_text(self.folder / "config.yaml", to_yaml(cfg))
         summary = {
-            "model": f"{cfg.actor_rollout_ref.model.path} ({_count(parts.trainer.model.num_parameters())} parameters)",
+            "model": f"{cfg.actor_rollout_ref.model.path} ({_count(parts.trainer.facts.num_parameters)} parameters)",
             "stages": " -> ".join(name for name in ORDER if name in parts.stages),
             "steps": f"{parts.total_steps}, {cfg.data.train_batch_size} prompts x {cfg.actor_rollout_ref.rollout.n}",
             "folder": str(self.folder),
         }
         notes = list(parts.notes)
         if saved:
-            state = parts.trainer.state()
-            tensors = len(state.weights) + len(state.optimizer)
+            tensors = parts.trainer.facts.state_tensors
             notes.append(f"resumed from {saved.path}: step {saved.step}, {tensors} tensors, digests as saved")
             notes += self.state.changes(saved)
         no_effect = [f"{key}={value}" for key, value in self.loaded.no_effect]
@@ -306,7 +304,7 @@ class Trainer:
         try:
             shutil.rmtree(new, ignore_errors=True)
             with publish_folder(new) as folder:
-                save_hf(self.parts.trainer.model, self.parts.tokenizer, folder)
+                self.parts.trainer.save_hf(folder, self.parts.tokenizer)
             if self.export.is_dir():
                 self.export.rename(old)
             new.rename(self.export)

@@ -51,8 +51,10 @@ class ObjectiveConfig:
         return not self.kl_coef and not self.entropy_coeff
 
 
-def make_objective(config: ObjectiveConfig) -> Objective:
-    """The loss of a micro-batch: sum of w * (pg * is_weight + kl_coef * kl - entropy_coeff * entropy).
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """The loss of a micro-batch: sum of w * (pg * is_weight + kl_coef * kl - entropy_coeff * entropy). An ``Objective``
+    that can be pickled: it travels to the processes that train.
 
     Reads the columns ``advantages``, ``loss_mask`` and ``loss_weights`` (w), and, when there, ``is_weights``
     (held constant) and ``old_log_probs``; without those the batch is on-policy and the ratio is 1. Needs
@@ -60,8 +62,10 @@ def make_objective(config: ObjectiveConfig) -> Objective:
     handed to ``finish_metrics``.
     """
 
-    def objective(batch: LossInput) -> tuple[torch.Tensor, dict[str, float]]:
-        columns = batch.columns
+    config: ObjectiveConfig
+
+    def __call__(self, batch: LossInput) -> tuple[torch.Tensor, dict[str, float]]:
+        config, columns = self.config, batch.columns
         weights, mask = columns["loss_weights"], columns["loss_mask"].to(batch.log_probs.dtype)
         old = columns.get("old_log_probs")
         old = batch.log_probs.detach() if old is None else old
@@ -87,7 +91,10 @@ def make_objective(config: ObjectiveConfig) -> Objective:
             raise AlgorithmError(f"actor.entropy_coeff={config.entropy_coeff} needs the entropy of each token")
         return (weights * token_loss).sum(), _sums(counts, mask, weighted, weights)
 
-    return objective
+
+def make_objective(config: ObjectiveConfig) -> Objective:
+    """The objective of ``config``."""
+    return PolicyObjective(config)
 
 
 def _policy_loss(config: ObjectiveConfig, batch: LossInput, old: torch.Tensor, mask: torch.Tensor) -> TokenLoss:

@@ -63,7 +63,7 @@ class TrainDtypeConfig:
 @dataclass(frozen=True, slots=True)
 class ActorConfig:
     strategy: str = field(default="fsdp", metadata=allowed("fsdp", "fsdp2"))
-    """Training engine. On one process both names mean plain PyTorch."""
+    """Training engine. Both names mean PyTorch's FSDP2, and plain PyTorch on one process."""
     ppo_mini_batch_size: int = II("data.train_batch_size")
     """Prompts per optimizer step (each with its n responses); must divide data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: int | None = None

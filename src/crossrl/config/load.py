@@ -26,7 +26,6 @@ MUST_EQUAL = {
     "actor_rollout_ref.actor.rollout_n": "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.ref.rollout_n": "actor_rollout_ref.rollout.n",
 }
-PROCESSES = ("trainer.n_gpus_per_node", "trainer.nnodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,6 @@ def load_config(
     no_effect = {path: v for path, v in given.items() if not (our_key(path) or path in ALIASES)}
     problems = refuse(no_effect) + refuse_silent_gae(given)
     warnings = [notice] if notice else []
-    for key in PROCESSES:
-        if isinstance(applied.get(key), int) and applied[key] > 1:
-            warnings.append(f"{key}={applied[key]}: this version trains in one process; sizes and results stay as set")
-            no_effect[key] = applied.pop(key)
-            complete[key] = 1
     try:
         config = build({**complete, **{path: v for path, v in applied.items() if path in leaves()}})
     except ConfigError as error:

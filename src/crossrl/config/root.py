@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from crossrl.config.actor import ActorConfig
 from crossrl.config.algorithm import AlgorithmConfig
+from crossrl.config.cluster import ClusterConfig
 from crossrl.config.cross import CrossConfig
 from crossrl.config.data import DataConfig
 from crossrl.config.model import ModelConfig
@@ -41,3 +42,4 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tape: TapeConfig = field(default_factory=TapeConfig)
     cross: CrossConfig = field(default_factory=CrossConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -23,9 +23,9 @@ class TrainerConfig:
     num_threads: int | None = None
     """Threads of PyTorch. null: chosen by model size and cores, and printed. Not a key of verl's."""
     nnodes: int = 1
-    """Machines. This version trains in one process: more is accepted, reported and treated as 1."""
+    """Machines of the Ray cluster that the run takes."""
     n_gpus_per_node: int = 1
-    """Processes per machine. This version trains in one process: more is accepted, reported and treated as 1."""
+    """Processes that train, on each machine: one for each GPU, and as many as this on a CPU."""
     project_name: str = "crossrl"
     """Name of the project for loggers and folders."""
     experiment_name: str = "default"

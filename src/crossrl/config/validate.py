@@ -7,6 +7,7 @@ import re
 from crossrl.config.algorithm import RolloutCorrectionConfig
 from crossrl.config.ranges import check_values
 from crossrl.config.resolved import flatten
+from crossrl.config.rollout import ENGINES
 from crossrl.config.root import RunConfig
 
 # Estimators whose baseline is made from the other members of the group.
@@ -26,7 +27,8 @@ def check(config: RunConfig) -> tuple[list[str], list[str]]:
         _correction,
         _sampling,
         _validation,
-        _not_yet,
+        _engine,
+        _processes,
         _sharing,
         _run,
     ):
@@ -183,13 +185,41 @@ def _validation(c: RunConfig) -> list[str]:
     ]
 
 
-def _not_yet(c: RunConfig) -> list[str]:
-    problems, engine = [], c.actor_rollout_ref.rollout.name
-    if engine != "hf":
+def _engine(c: RunConfig) -> list[str]:
+    rollout, key = c.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    problems = []
+    if rollout.name not in ("hf", "vllm"):
         problems.append(
-            f"actor_rollout_ref.rollout.name={engine} is not available in this version: add "
-            "actor_rollout_ref.rollout.name=hf, the embedded engine"
+            f"{key}.name={rollout.name} is not available in this version: add {key}.name=hf, the embedded engine, or "
+            f"{key}.name=vllm"
         )
+    if set(rollout.engine_kwargs) - set(ENGINES):
+        odd = sorted(set(rollout.engine_kwargs) - set(ENGINES))[0]
+        problems.append(f"{key}.engine_kwargs.{odd}: want the name of an engine first, as in {key}.engine_kwargs.vllm")
+    needed = c.data.max_prompt_length + c.data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < needed:
+        problems.append(
+            f"{key}.max_model_len={rollout.max_model_len} is less than data.max_prompt_length="
+            f"{c.data.max_prompt_length} + data.max_response_length={c.data.max_response_length} = {needed}: use "
+            f"{key}.max_model_len={needed}, or remove it"
+        )
+    return problems
+
+
+def _processes(c: RunConfig) -> list[str]:
+    rollout, t = c.actor_rollout_ref.rollout, c.trainer
+    spread = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+    total = t.nnodes * t.n_gpus_per_node
+    problems = []
+    if rollout.replicas is None and total % spread and spread > 1:
+        sizes = [n for n in range(1, total + 1) if total % n == 0]
+        problems.append(
+            f"trainer.nnodes={t.nnodes} x trainer.n_gpus_per_node={t.n_gpus_per_node} = {total} processes are not a "
+            f"multiple of actor_rollout_ref.rollout.tensor_model_parallel_size={spread}: use one of "
+            f"{', '.join(map(str, sizes))}, or say how many engines there are with actor_rollout_ref.rollout.replicas"
+        )
+    if t.nnodes > 1 and c.cluster.launcher == "local":
+        problems.append(f"trainer.nnodes={t.nnodes} with cluster.launcher=local: several machines need Ray; remove it")
     return problems
 
 

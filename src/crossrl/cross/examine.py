@@ -99,7 +99,7 @@ def examine(
         settings = bench.settings()
         took = time.monotonic() - start
     finally:
-        parts.scorer.close()
+        parts.close()
         torch.set_num_threads(threads)  # which assembling has set as this side wants it
     if all(f.judged == "not judged" for f in findings):
         reasons = "; ".join(dict.fromkeys(f.sentence for f in findings)) or "no stage is recorded"
@@ -128,9 +128,9 @@ class Bench:
         self.headers = [r.header for s in tape.steps()[:2] for _, r in tape.records(s)]
         self.versions = self.headers[0].versions if self.headers else {}
         # Where the run chose by itself, it is taken to have had as many cores as there are here.
-        chosen = choose_threads(sum(p.numel() for p in parts.trainer.model.parameters()))[0]
+        chosen = choose_threads(parts.trainer.facts.num_parameters)[0]
         threads = theirs.trainer.num_threads or chosen, torch.get_num_threads()
-        self.here = versions(str(parts.trainer.policy.device))
+        self.here = versions(parts.trainer.facts.device)
         self.numerics = numerics_of(theirs, cfg, self.versions, self.here, threads)
         self.own_sync: Mapping[str, Any] = {}
         self.brought, self.unsynced = -1, ""

@@ -54,7 +54,7 @@ def _candidates(
     yield "they match the log-probs of the token before: shifted by one", _shifted(own, 1)
     yield "they match the log-probs of the token after: shifted by one", _shifted(own, -1)
     yield from _other_weights(case, batch, temperature, stage)
-    if stage == "rollout" and case.parts.trainer.policy.device.type == "cpu":
+    if stage == "rollout" and case.parts.trainer.facts.device == "cpu":
         yield from _truncated(case, batch, recorded, own, temperature)
 
 
@@ -99,7 +99,7 @@ def _sorted_probs(case: Case, batch: Batch, i: int, temperature: float) -> np.nd
     prompt, response = batch.ragged("prompt_ids").row(i), batch.ragged("response_ids").row(i)
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
     with torch.no_grad():
-        logits = case.parts.trainer.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = case.parts.local_trainer.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return torch.softmax(logits.double() / temperature, -1).sort(-1, descending=True).values.numpy()
 
 

@@ -140,7 +140,7 @@ def _compare(case: Case, recorded: Batch, again: Batch, record: Record) -> tuple
     tokens = compare_tokens(recorded, again)
     limit = noise.LOG_PROBS.get(kind, noise.Limit(0.0, 0.0))
     measured: list[Measured] = []
-    allowed = flips_allowed(kind, tokens.compared, case.parts.trainer.policy.vocab_size)
+    allowed = flips_allowed(kind, tokens.compared, case.parts.trainer.facts.vocab_size)
     if tokens.flipped:
         gap = _token_gap(recorded, again, tokens.flipped, "value", allowed)
         measured.append(Measured(gap, len(tokens.flipped) <= allowed))

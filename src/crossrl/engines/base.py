@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from crossrl.batch import Batch, Meaning, Ragged
+
+if TYPE_CHECKING:
+    from crossrl.sync.receiver import Received
+
+if TYPE_CHECKING:  # it needs the extra `sync`
+    from crossrl.sync.sender import Sent
 
 
 class EngineError(RuntimeError):
@@ -73,6 +80,41 @@ class RolloutEngine(Protocol):
 
         ``seeds``: one per request; a response depends on its prompt, its seed and the weights, not on what
         else is in the call. ``progress(done, total)`` counts finished responses.
+        """
+        ...
+
+    def score(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float) -> Ragged:
+        """Log-probs (nat, float32) of the tokens of ``responses`` (int32 token ids), each after its prompt, under
+        softmax(logits / temperature) without truncation; aligned with ``responses``. ``temperature`` > 0."""
+        ...
+
+    def abort(self) -> str:
+        """End the call of ``generate`` or ``score`` that runs now: it raises an ``EngineError`` that says so, and the
+        engine can be used again. Any thread may call this; it returns at once and says what it ended. With nothing
+        running it does nothing."""
+        ...
+
+    def sleep(self) -> str:
+        """Give back what memory it can until ``wake``; in words what was done. Asleep, it generates nothing and takes
+        no weights: both are an ``EngineError``. Asleep already: nothing is done, which is said."""
+        ...
+
+    def wake(self) -> str:
+        """Be ready again, with the weights it had; in words what was done. Awake already: nothing is done."""
+        ...
+
+    def receiver_names(self, base: str) -> list[str]:
+        """The names under which ``receive`` will take part in a weight transfer: one for each process that holds
+        weights. ``base``: a name for this engine that no other has."""
+        ...
+
+    def receive(self, address: str, base: str, limit_s: float) -> list[Received]:
+        """Take part in one weight transfer of the ``WeightSender`` at ``address``, whose receivers include those of
+        ``receiver_names(base)``: what each of them received, in that order.
+
+        Waits for: the sender to begin, at most ``limit_s``; then its next steps, see ``WeightReceiver.receive``. Raises
+        ``SyncError`` if the transfer failed: then the version has not moved, and if weights were touched, generation is
+        refused until a transfer succeeds.
         """
         ...
 
@@ -187,9 +229,51 @@ class EngineState:
         return cls(parts["weights"], parts["optimizer"], scalars)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainFacts:
+    """What a run needs to know of the model that a training engine holds, wherever that is.
+
+    ``device``: such as "cuda:0". ``dtype``: of the weights, such as "float32". ``max_length``: positions that the model
+    was made for, None if its config does not say. ``config``: the model's, as JSON-like values. ``tied``: further names
+    of weights, each with the one under which it counts. ``eos_token_ids``: of the generation config. ``state_bytes``:
+    of weights and optimizer together. ``packed``: whether the packed forward pass is in use; ``notice``: why not, or
+    "". ``ranks``: processes that hold it.
+    """
+
+    device: str
+    dtype: str
+    vocab_size: int
+    max_length: int | None
+    num_parameters: int
+    config: Mapping[str, Any]
+    tied: Mapping[str, str]
+    eos_token_ids: tuple[int, ...]
+    state_bytes: int
+    state_tensors: int
+    packed: bool = True
+    notice: str = ""
+    ranks: int = 1
+
+
 class TrainEngine(Protocol):
+    """``facts``: of its model; ``notice``: see there. ``changed``: whether the weights are others than when ``sent``
+    was called: True is proven, False where no step was done, None where it is not known."""
+
     name: str
     weight_version: int
+
+    @property
+    def facts(self) -> TrainFacts: ...
+
+    @property
+    def notice(self) -> str: ...
+
+    @property
+    def changed(self) -> bool | None: ...
+
+    def sent(self) -> None:
+        """The weights as they are now have reached the rollout engines."""
+        ...
 
     def log_probs(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Ragged, Ragged | None]:
         """Log-probs (nat, float32) of each response token after dividing logits by ``temperature``; entropy if asked.
@@ -212,14 +296,57 @@ class TrainEngine(Protocol):
 
         ``lr`` comes from the caller, a pure function of the training step, so that no schedule has state here.
         ``skip``: bool ``[N]``, samples whose gradient is known to be exactly zero; they are not computed.
+        ``objective`` travels to the processes that compute, so it must be picklable where there are several.
         Raises ``EngineError`` before the optimizer steps when the loss or the gradient norm is not finite.
         """
         ...
 
-    def state(self) -> EngineState: ...
+    def state(self) -> EngineState:
+        """All tensors, whole; where they are sharded, copies on the CPU that were gathered for this call."""
+        ...
+
+    def scalars(self) -> dict[str, Any]:
+        """The scalars of ``state``, without its tensors."""
+        ...
+
+    def digests(self, *parts: str) -> dict[str, str]:
+        """``weights_digest`` of the named ``parts`` of the state ("weights", "optimizer"; both by default)."""
+        ...
 
     def load_state(self, state: EngineState) -> None:
         """Take back ``state``; a missing, unknown or mis-shaped tensor is an error that names it."""
         ...
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Each parameter once (a tied one under its first name), whole."""
+        ...
+
+    def save(self, folder: Path, tokenizer: Any = None) -> None:
+        """Write weights, optimizer and what belongs to the model into the empty ``folder``, for ``load``; flushed to
+        the disk. Raises ``OSError``."""
+        ...
+
+    def load(self, folder: Path, scalars: Mapping[str, Any], trust_remote_code: bool = False) -> None:
+        """Take back what ``save`` wrote, by this or another number of processes. Raises ``EngineError``."""
+        ...
+
+    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
+        """Write the model as a Hugging Face folder. Raises ``OSError``."""
+        ...
+
+    def open_sender(self, receivers: Sequence[str], cast: str | None = None, **options: Any) -> str:
+        """Be the sending end of weight transfers to ``receivers`` (their names); returns the address to connect to.
+
+        ``cast``: the dtype in which they hold the weights, where it is another one. ``options``: of ``WeightSender``.
+        """
+        ...
+
+    def send(self, version: int) -> Sent:
+        """One transfer of the weights as ``version``; see ``WeightSender.send``. Raises ``SyncError``."""
+        ...
+
+    def close_sender(self) -> None: ...
+
+    def close(self) -> None:
+        """Let go of everything, other processes included."""
+        ...

@@ -30,14 +30,33 @@ def weights_digest(named: Iterable[tuple[str, torch.Tensor]], threads: int | Non
             places[key] = range(len(chunks), len(chunks) + len(pieces))
             chunks += pieces
     with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-        hashes = list(pool.map(lambda chunk: hashlib.sha256(chunk).digest(), chunks))
+        hashes = list(pool.map(_sha256, chunks))
     total = hashlib.sha256()
     for name, tensor in tensors:
-        place = places[_storage(tensor)]
-        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{len(place)}\0".encode())
-        for i in place:
-            total.update(hashes[i])
+        _count_in(total, name, tensor, [hashes[i] for i in places[_storage(tensor)]])
     return total.hexdigest()
+
+
+def passing_digest(named: Iterable[tuple[str, torch.Tensor]], threads: int | None = None) -> str:
+    """``weights_digest`` of tensors that come in name order and need not all be there at once."""
+    total, last = hashlib.sha256(), ""
+    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+        for name, tensor in named:
+            if name < last:
+                raise ValueError(f"{name} came after {last}: want name order")
+            last = name
+            _count_in(total, name, tensor, list(pool.map(_sha256, _chunks(tensor))))
+    return total.hexdigest()
+
+
+def _sha256(chunk: memoryview) -> bytes:
+    return hashlib.sha256(chunk).digest()
+
+
+def _count_in(total: Any, name: str, tensor: torch.Tensor, hashes: list[bytes]) -> None:
+    total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{len(hashes)}\0".encode())
+    for chunk in hashes:
+        total.update(chunk)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

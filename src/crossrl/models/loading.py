@@ -64,10 +64,17 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
-def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> None:
-    """Write ``model`` (safetensors) and ``tokenizer`` as a Hugging Face folder that ``load_causal_lm`` reads."""
+def save_hf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str | Path,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write ``model`` (safetensors) and ``tokenizer`` as a Hugging Face folder that ``load_causal_lm`` reads.
+
+    ``weights``: to be written in the place of the model's own, under all names."""
     with _no_progress_bar():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from crossrl.batch import Batch, Ragged
-from crossrl.engines.base import RolloutEngine, Sampling
+from crossrl.engines.base import Generation, Sampling
 from crossrl.seeds import derive
 from crossrl.stages.base import At
+
+
+class Generator(Protocol):
+    """The one thing that rollout needs of an engine; see ``RolloutEngine.generate``."""
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Generation: ...
 
 
 class Decoder(Protocol):
@@ -35,7 +47,7 @@ class Rollout:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Generator,
         decoder: Decoder,
         sampling: Sampling,
         seed: int,

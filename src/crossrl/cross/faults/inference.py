@@ -32,7 +32,7 @@ def stale_weights(site: Site) -> None:
 
 
 def frozen_tensor(site: Site) -> None:
-    engine = site.parts.engine
+    engine = site.parts.local_engine
     name = a_matrix(engine.held())
     frozen: dict[str, torch.Tensor] = {}
 
@@ -46,7 +46,7 @@ def frozen_tensor(site: Site) -> None:
 
 
 def rotary_base(site: Site) -> None:
-    engine = site.parts.engine
+    engine = site.parts.local_engine
     buffers = [b for n, b in engine.policy.model.named_buffers() if n.endswith("inv_freq")]
     if not buffers:
         raise FaultError("inference.rotary_base: the model has no rotary position embedding")
@@ -108,7 +108,7 @@ def _log_probs(site: Site, change: Callable[[Prompts, Generation], np.ndarray]) 
 
 
 def raw_log_probs(site: Site) -> None:
-    policy = site.parts.engine.policy
+    policy = site.parts.local_engine.policy
 
     def raw(prompts: Prompts, out: Generation) -> np.ndarray:
         groups = [Group(p, [r]) for p, r in zip(prompts, out.response_ids.rows(), strict=True) if len(r)]
@@ -129,7 +129,7 @@ def log_probs_shifted(site: Site) -> None:
 
 
 def _need_packed(site: Site, name: str) -> None:
-    if not site.parts.engine.policy.packed:
+    if not site.parts.local_engine.policy.packed:
         raise FaultError(f"{name}: this model is not sampled in packed form, which this fault is planted in")
 
 
@@ -141,7 +141,7 @@ def cache_kept(site: Site) -> None:
         with versions.before():
             return inner(*args)
 
-    site.method(site.parts.engine, "_prefill", prefill)
+    site.method(site.parts.local_engine, "_prefill", prefill)
 
 
 def _prompts(site: Site, change: Callable[[np.ndarray, Sampling, Prompts], np.ndarray]) -> None:
@@ -162,7 +162,7 @@ def _prompts(site: Site, change: Callable[[np.ndarray, Sampling, Prompts], np.nd
 def left_padding_seen(site: Site) -> None:
     pad = site.parts.tokenizer.pad_token_id
     pad = site.parts.tokenizer.eos_token_id if pad is None else pad
-    positions = site.parts.engine.policy.max_length
+    positions = site.parts.local_engine.policy.max_length
 
     def padded(prompt: np.ndarray, sampling: Sampling, prompts: Prompts) -> np.ndarray:
         width = max(site.cfg.data.max_prompt_length, 1 + max(map(len, prompts)))
@@ -208,7 +208,7 @@ def head_bf16(site: Site) -> None:
         right = inner()
         return RoundedHead(right.weight.bfloat16().to(right.weight.dtype), right.bias, right.scale, right.softcap)
 
-    site.method(site.parts.engine.policy, "head", head)
+    site.method(site.parts.local_engine.policy, "head", head)
 
 
 INFERENCE = (

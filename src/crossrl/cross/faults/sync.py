@@ -23,7 +23,7 @@ def _on_the_wire(site: Site, change: Callable[[dict[str, torch.Tensor]], dict[st
     def load(inner: Callable[[Named], None], named: Named) -> None:
         inner(change(dict(named)).items())
 
-    site.method(site.parts.engine, "load", load)
+    site.method(site.parts.local_engine, "load", load)
 
 
 def skipped_once(site: Site) -> None:
@@ -39,18 +39,18 @@ def skipped_always(site: Site) -> None:
 
 def _held(site: Site, sent: dict[str, torch.Tensor], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """``sent`` with what the engine has already (of ``names``; None: of all) instead."""
-    held = dict(site.parts.engine.held())
+    held = dict(site.parts.local_engine.held())
     keep = set(sent if names is None else names)
     return {n: held[n].to(t.dtype) if n in keep else t for n, t in sent.items()}
 
 
 def transposed(site: Site) -> None:
-    name = a_matrix(site.parts.engine.held(), square=True)
+    name = a_matrix(site.parts.local_engine.held(), square=True)
     _on_the_wire(site, lambda sent: {**sent, name: sent[name].T.contiguous()})
 
 
 def permuted(site: Site) -> None:
-    name = a_matrix(site.parts.engine.held())
+    name = a_matrix(site.parts.local_engine.held())
     _on_the_wire(site, lambda sent: {**sent, name: sent[name].roll(1, 0)})
 
 
@@ -59,12 +59,12 @@ def cast_bf16(site: Site) -> None:
 
 
 def tensor_lost(site: Site) -> None:
-    name = a_matrix(site.parts.engine.held())
+    name = a_matrix(site.parts.local_engine.held())
     _on_the_wire(site, lambda sent: _held(site, sent, [name]))
 
 
 def head_not_tied(site: Site) -> None:
-    model = site.parts.engine.policy.model
+    model = site.parts.local_engine.policy.model
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         raise FaultError("sync.head_not_tied: the head of this model has weights of its own; choose another fault")
@@ -78,7 +78,7 @@ def head_not_tied(site: Site) -> None:
 
 
 def one_version_late(site: Site) -> None:
-    engine, load = site.parts.engine, site.parts.engine.load
+    engine, load = site.parts.local_engine, site.parts.local_engine.load
     last: list[dict[str, torch.Tensor]] = []
 
     def late(named: Named) -> None:
@@ -90,7 +90,7 @@ def one_version_late(site: Site) -> None:
 
 
 def half_a_tensor(site: Site) -> None:
-    name = a_matrix(site.parts.engine.held())
+    name = a_matrix(site.parts.local_engine.held())
 
     def change(sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torn, old = sent[name].clone(), _held(site, {name: sent[name]})[name]

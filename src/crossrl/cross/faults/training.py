@@ -74,7 +74,7 @@ def old_from_new_weights(site: Site) -> None:
 
 
 def moment_zeroed(site: Site) -> None:
-    trainer = site.parts.trainer
+    trainer = site.parts.local_trainer
 
     def update(stage: Stage, batch: Batch, at: At) -> Batch:
         for name, tensor in trainer.state().optimizer.items():
@@ -90,7 +90,7 @@ def lr_times_ten(site: Site) -> None:
 
 
 def dropout_on(site: Site) -> None:
-    trainer = site.parts.trainer
+    trainer = site.parts.local_trainer
     draws = torch.Generator(device=trainer.policy.device)
 
     def drop(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def dropout_on(site: Site) -> None:
 
 def clipping_off(site: Site) -> None:
     # What the optimizer is told of the norm is for clipping only.
-    site.method(site.parts.trainer._optimizer, "step", lambda inner, lr, grad_norm: inner(lr, 0.0))
+    site.method(site.parts.local_trainer._optimizer, "step", lambda inner, lr, grad_norm: inner(lr, 0.0))
 
 
 def padded_length(site: Site) -> None:
@@ -150,7 +150,7 @@ def prompts_shifted(site: Site) -> None:
 
 
 def temperature_ignored(site: Site) -> None:
-    trainer = site.parts.trainer
+    trainer = site.parts.local_trainer
 
     def log_probs(inner: Callable[..., Any], batch: Batch, temperature: float, entropy: bool) -> Any:
         return inner(batch, 1.0, entropy)
@@ -163,12 +163,12 @@ def temperature_ignored(site: Site) -> None:
 
 
 def reference_moves(site: Site) -> None:
-    trainer, reference = site.parts.trainer, site.parts.reference
+    trainer, reference = site.parts.local_trainer, site.parts.reference
     site.method(reference, "log_probs", lambda inner, *args, **kwargs: trainer.log_probs(*args, **kwargs))
 
 
 def tensor_not_trained(site: Site) -> None:
-    trainer = site.parts.trainer
+    trainer = site.parts.local_trainer
     weight = dict(trainer.named_weights())[a_matrix(trainer.named_weights())]
 
     def step(inner: Callable[..., None], *args: Any) -> None:
@@ -180,7 +180,7 @@ def tensor_not_trained(site: Site) -> None:
 
 
 def master_bf16(site: Site) -> None:
-    trainer = site.parts.trainer
+    trainer = site.parts.local_trainer
 
     def step(inner: Callable[..., None], *args: Any) -> None:
         inner(*args)

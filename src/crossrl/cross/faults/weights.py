@@ -15,7 +15,7 @@ class Versions:
     """The weights that the rollout engine had after its last two syncs: a copy of each."""
 
     def __init__(self, site: Site) -> None:
-        engine = site.parts.engine
+        engine = site.parts.local_engine
         self.engine = engine
         self._last: list[dict[str, torch.Tensor]] = []
         finish = engine.finish_update

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import yaml
 
-from crossrl.assemble import assemble, autocast_of, load_model, pick_threads, rollout_engine, tokenizer_of, train_engine
+from crossrl import settings
+from crossrl.assemble import assemble, tokenizer_of
 from crossrl.batch import Batch, Ragged
 from crossrl.checkpoint import CheckpointStore
 from crossrl.config import load_config
@@ -25,8 +26,9 @@ from crossrl.engines.base import EngineState, Sampling, TrainEngine
 from crossrl.engines.rollout import hf
 from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.train.fsdp import FsdpTrainEngine
-from crossrl.models.loading import distinct_parameters, load_causal_lm, tied_names
+from crossrl.models.loading import distinct_parameters, load_causal_lm
 from crossrl.models.policy import Policy
+from crossrl.placement import autocast_of, open_engines
 from crossrl.stages.base import At, Stage
 from crossrl.stages.sync import Sync
 from crossrl.tape import RunTape, SampleView, open_run
@@ -213,19 +215,23 @@ class _Forced:
 def _open_side(cfg: RunConfig) -> Iterator[Side]:
     """Models and engines only: a side's data and rewards need not be on this machine. A planted fault may change any
     part, so then all are there."""
+    if settings.launcher(cfg) != "none":
+        raise ProbeError(
+            "the probe looks inside the engines, which are in other processes with this configuration: use one with "
+            "actor_rollout_ref.rollout.name=hf, trainer.nnodes=1, trainer.n_gpus_per_node=1 and cluster.launcher=auto"
+        )
     if cfg.cross.plant:
         parts = assemble(cfg, lambda stage, done, total: None)
         try:
             plant(cfg.cross.plant, parts, cfg)
-            yield Side(parts.trainer, parts.engine, parts.sync)
+            yield Side(parts.local_trainer, parts.local_engine, parts.sync)
         finally:
-            parts.scorer.close()
+            parts.close()
         return
-    model = load_model(cfg)
-    torch.set_num_threads(pick_threads(cfg, model)[0])
-    trainer = train_engine(cfg, model)
-    engine = rollout_engine(cfg, model, tokenizer_of(cfg))
-    yield Side(trainer, engine, Sync(trainer, engine, tied_names(model)))
+    engines = open_engines(cfg, tokenizer_of(cfg))
+    trainer, engine = engines.trainer, engines.rollout
+    assert isinstance(trainer, FsdpTrainEngine) and isinstance(engine, HfRolloutEngine)
+    yield Side(trainer, engine, Sync(engines.carrier))
 
 
 @contextlib.contextmanager

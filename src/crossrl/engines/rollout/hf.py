@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from transformers import PreTrainedModel
 
 from crossrl.batch import Meaning, Ragged
 from crossrl.engines.base import EngineError, Generation, Sampling
+from crossrl.engines.rollout.condition import Condition, check_requests, check_scored
+from crossrl.engines.rollout.receiving import Receiving
 from crossrl.engines.rollout.sampling import choose, uniforms
 from crossrl.engines.rollout.transaction import WeightTransaction, dtype_name
 from crossrl.models.decode import DecodeCache, Prefill
@@ -17,6 +20,9 @@ from crossrl.models.digest import same_storage, weights_digest
 from crossrl.models.layout import MIN_ROWS, Group, lay_out
 from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
+
+if TYPE_CHECKING:
+    from crossrl.sync.receiver import Received
 
 PREFILL_TOKENS = 4096
 # Rows of ended responses are dropped when this share or less of the rows is still needed: dropping copies the cache.
@@ -39,6 +45,9 @@ class _Responses:
         self.log_probs[which, step] = log_probs
         self.length[which] = step + 1
         self.stopped[which] = ended
+
+    def finished(self) -> int:
+        return int((self.stopped | (self.length == self.tokens.shape[1])).sum())
 
     def ragged(self) -> tuple[Ragged, Ragged, list[str]]:
         """Token ids, log-probs, finish reasons."""
@@ -78,7 +87,8 @@ class HfRolloutEngine:
         self._max_num_seqs, self._digest, self._receives = max_num_seqs, digest, receives
         self._held = {n: p.detach() for n, p in distinct_parameters(model)}
         self._update: WeightTransaction | None = None
-        self._usable, self._unusable_because = True, ""
+        self._condition = Condition()
+        self._receiving = Receiving(self)
         if self.policy.packed:
             self.policy.check(self._gap, required=packed is True)
         self.notice = self.policy.notice
@@ -93,18 +103,20 @@ class HfRolloutEngine:
     ) -> Generation:
         """See ``RolloutEngine.generate``. Raises ``EngineError`` for an empty prompt and for one that leaves no
         room for ``max_tokens`` in the model's positions."""
-        self._check(prompts, seeds, sampling)
+        self._condition.require_usable("generate")
+        check_requests(prompts, seeds, sampling, self.policy.max_length, "the model")
         device = self.policy.device
         responses = _Responses(len(prompts), sampling.max_tokens, device)
         draws = uniforms(seeds, sampling.max_tokens).to(device)
 
         def report() -> None:
             if progress is not None:
-                progress(int((responses.stopped | (responses.length == sampling.max_tokens)).sum()), len(prompts))
+                progress(responses.finished(), len(prompts))
 
         generate = self._generate if self.policy.packed else self._generate_plain
-        for chunk in chunks(prompts, self._max_num_seqs):
-            generate(prompts, chunk, responses, draws, sampling, report)
+        with self._condition.running("the generation"):
+            for chunk in chunks(prompts, self._max_num_seqs):
+                generate(prompts, chunk, responses, draws, sampling, report)
         tokens, log_probs, reasons = responses.ragged()
         return Generation(
             response_ids=tokens,
@@ -114,41 +126,85 @@ class HfRolloutEngine:
             weight_version=self.weight_version,
         )
 
+    @torch.inference_mode()
+    def score(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float) -> Ragged:
+        """See ``RolloutEngine.score``."""
+        self._condition.require_usable("score")
+        check_scored(prompts, responses, temperature, self.policy.max_length, "the model")
+        _, group = neighbours(prompts)
+        values = [np.zeros(0, np.float32)]
+        with self._condition.running("the scoring"):
+            for chunk in chunks(prompts, self._max_num_seqs):
+                self._condition.check_abort(chunk.start, len(prompts))
+                groups = [Group(prompts[i], []) for i in chunk if i == chunk.start or group[i] != group[i - 1]]
+                for i in chunk:
+                    groups[group[i] - group[chunk.start]].responses.append(responses[i])  # type: ignore[attr-defined]
+                values.append(self.policy.log_probs(groups, temperature, False)[0].cpu().numpy())
+        return Ragged(np.concatenate(values), np.array([len(r) for r in responses], dtype=np.int64))
+
+    def abort(self) -> str:
+        """See ``RolloutEngine``: the running call ends before its next token."""
+        return self._condition.abort()
+
+    def sleep(self) -> str:
+        """See ``RolloutEngine``. Nothing is given back: no cache outlives a call; the model may be the trainer's."""
+        if self._condition.asleep:
+            return "it was asleep already"
+        self._condition.asleep = True
+        return "nothing to give back: keys and values live for one call, and the weights may be the trainer's own"
+
+    def wake(self) -> str:
+        """See ``RolloutEngine``."""
+        if not self._condition.asleep:
+            return "it was awake already"
+        self._condition.asleep = False
+        return "awake"
+
+    def receiver_names(self, base: str) -> list[str]:
+        """See ``RolloutEngine``: one, in this process."""
+        return [base]
+
+    def receive(self, address: str, base: str, limit_s: float) -> list[Received]:
+        """See ``RolloutEngine``."""
+        self._condition.require_awake("receive")
+        return [self._receiving.receive(address, base, limit_s)]
+
     def begin_update(self, version: int, manifest: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """See ``RolloutEngine``. Until the update has finished, generation is refused."""
-        self._update, self._usable = WeightTransaction(self._held, version, manifest, self._receives), False
-        self._unusable_because = ""
+        self._condition.require_awake("begin_update")
+        self._update = WeightTransaction(self._held, version, manifest, self._receives)
+        self._condition.update_begun()
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See ``RolloutEngine``."""
-        if self._update is None:
-            raise EngineError("load: no weight update was begun")
-        self._update.load(named)
+        self._begun("load").load(named)
 
     def load_part(self, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
         """See ``crossrl.sync.target.PartTarget``."""
-        if self._update is None:
-            raise EngineError("load_part: no weight update was begun")
-        self._update.load_part(name, shape, start, values)
+        self._begun("load_part").load_part(name, shape, start, values)
 
     def check_update(self) -> None:
         """See ``RolloutEngine``."""
+        self._begun("check_update").finish()
+
+    def _begun(self, what: str) -> WeightTransaction:
         if self._update is None:
-            raise EngineError("check_update: no weight update was begun")
-        self._update.finish()
+            raise EngineError(f"{what}: no weight update was begun")
+        return self._update
 
     def finish_update(self) -> str:
         """See ``RolloutEngine``. A failed update leaves the version, and generation refused until one succeeds."""
-        if self._update is None:
-            raise EngineError("finish_update: no weight update was begun")
-        update, self._update = self._update, None
+        update = self._begun("finish_update")
+        self._update = None
         update.finish()
-        self.weight_version, self._usable = update.version, True
+        self.weight_version = update.version
+        self._condition.update_succeeded()
         return weights_digest(self.held()) if self._digest else ""
 
     def abort_update(self, reason: str) -> None:
         """See ``RolloutEngine``."""
-        self._update, self._usable, self._unusable_because = None, False, reason
+        self._update = None
+        self._condition.update_failed(reason)
 
     def clear_prefix_cache(self) -> str:
         """See ``RolloutEngine``: keys and values live for one call of ``generate``."""
@@ -176,25 +232,9 @@ class HfRolloutEngine:
         """The declared cast, such as "float32 to bfloat16"."""
         return None if self._receives is None else f"{dtype_name(self._receives)} to {dtype_name(self.policy.dtype)}"
 
-    def _check(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> None:
-        if not self._usable:
-            why = f" ({self._unusable_because})" if self._unusable_because else ""
-            raise EngineError(f"a weight update was begun and has not succeeded; the weights may be a mixture{why}")
-        if len(seeds) != len(prompts):
-            raise EngineError(f"{len(prompts)} prompts, but {len(seeds)} seeds: want one for each")
-        if sampling.max_tokens < 1:
-            raise EngineError(f"max_tokens is {sampling.max_tokens}, want at least 1")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            raise EngineError(f"temperature {sampling.temperature} and top_p {sampling.top_p}: want >= 0 and in (0, 1]")
-        limit = self.policy.max_length
-        for i, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise EngineError(f"prompt {i} has no tokens")
-            if limit is not None and len(prompt) + sampling.max_tokens > limit:
-                raise EngineError(
-                    f"prompt {i} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that is more "
-                    f"than the {limit} positions of the model. Lower max_tokens or shorten the prompt"
-                )
+    def _stop_if_aborted(self, responses: _Responses) -> None:
+        if self._condition.aborted:
+            self._condition.check_abort(responses.finished(), len(responses.length))
 
     def _generate(
         self,
@@ -210,6 +250,7 @@ class HfRolloutEngine:
         live = torch.arange(len(which), device=draws.device) < len(chunk)
         cache, logits = self._prefill([prompts[i] for i in which.tolist()], sampling.max_tokens)
         for step in range(sampling.max_tokens):
+            self._stop_if_aborted(responses)
             tokens, log_probs = choose(logits, draws[which, step], sampling)
             ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
             responses.append(which[live], tokens[live], log_probs[live], ended[live])
@@ -241,6 +282,7 @@ class HfRolloutEngine:
             which = torch.tensor([i for i in chunk if len(prompts[i]) == length], device=draws.device)
 
             def force(ids: torch.Tensor, scores: torch.Tensor, which: torch.Tensor = which) -> torch.Tensor:
+                self._stop_if_aborted(responses)
                 tokens, log_probs = choose(scores.float(), draws[which, responses.length[which].max()], sampling)
                 ended = torch.isin(tokens, self._eos) & (not sampling.ignore_eos)
                 live = ~responses.stopped[which]

@@ -63,10 +63,15 @@ class WeightTransaction:
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take whole tensors."""
         for name, tensor in named:
-            fits = self._fits(name, tuple(tensor.shape), dtype_name(tensor), 0)
-            if fits and tensor.data_ptr() != self._held[name].data_ptr():  # the trainer's own storage needs no copy
-                self._held[name].copy_(tensor)
-            self._came.setdefault(name, tensor.numel())
+            if self.take(name, tensor) and tensor.data_ptr() != self._held[name].data_ptr():
+                self._held[name].copy_(tensor)  # the trainer's own storage needs no copy
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Count ``tensor`` as come, for an engine that copies it by itself; False if it does not fit: then it must not.
+        ``held`` may then be on PyTorch's meta device."""
+        fits = self._fits(name, tuple(tensor.shape), dtype_name(tensor), 0)
+        self._came.setdefault(name, tensor.numel())
+        return fits
 
     @torch.no_grad()
     def load_part(self, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:

@@ -1,0 +1,27 @@
+"""``cluster``: the processes of a run. Not keys of verl's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from crossrl.config.fields import allowed
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    launcher: str = field(default="auto", metadata=allowed("auto", "local", "ray"))
+    """Who starts the processes of a run. auto: Ray where training or generation has more than one process; else
+    children of this one where an engine needs a process (vllm); else there is one process. local, ray: these, also
+    where one process would do (ray: training too)."""
+    address: str | None = None
+    """Ray cluster to run in: auto (the one this machine belongs to) or HOST:PORT. null: one is started on this machine,
+    for this run."""
+    ray_init: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ray.init, such as num_cpus=8."""
+    start_timeout: float = 600.0
+    """Seconds for a worker to start: import, load the model."""
+    call_timeout: float = 3600.0
+    """Seconds for one call of a worker: generate a share of a batch, one optimizer step. One that is later is ended."""
+    sync_timeout: float = 120.0
+    """Seconds for each step of a weight transfer."""

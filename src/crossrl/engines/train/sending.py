@@ -1,0 +1,54 @@
+"""The trainer's end of weight transfers, the same for one process and for the first of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from crossrl.engines.base import EngineError
+
+if TYPE_CHECKING:  # it needs the extra `sync`
+    from crossrl.sync.sender import Sent, WeightSender
+
+Layout = Mapping[str, "tuple[tuple[int, ...], str]"]  # name to (shape, dtype such as "float32")
+
+
+class Sending:
+    """A ``WeightSender`` that is opened once and used for every transfer of a run. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._sender: WeightSender | None = None
+        self._cast: str | None = None
+
+    def open(self, receivers: Sequence[str], cast: str | None, options: Mapping[str, Any]) -> str:
+        """Returns the address. Raises ``SyncError``, or ``ImportError`` where the extra ``sync`` is not installed."""
+        from crossrl.sync.sender import WeightSender
+
+        self.close()
+        self._sender, self._cast = WeightSender(receivers, **options), cast
+        return self._sender.address
+
+    def send(
+        self,
+        version: int,
+        layout: Layout,
+        tied: Mapping[str, str],
+        named: Iterable[tuple[str, torch.Tensor]],
+        changed: bool | None,
+    ) -> Sent:
+        """See ``WeightSender.send``; ``named``: as ``layout`` says."""
+        from crossrl.sync.manifest import Manifest
+
+        if self._sender is None:
+            raise EngineError("no sender is open: call open_sender first")
+        cast = self._cast
+        casts = {name: cast for name, (_, dtype) in layout.items() if cast is not None and dtype != cast}
+        manifest = Manifest(dict(layout), tied, casts)
+        return self._sender.send(version, manifest, named, changed if self._sender.digest else None)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None

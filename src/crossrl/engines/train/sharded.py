@@ -1,0 +1,304 @@
+"""The training engine on several ranks: PyTorch FSDP2, each rank with its shard of weights, gradients and moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from crossrl.batch import Batch
+from crossrl.engines.base import EngineError, EngineState, LossInput, Objective
+from crossrl.engines.train import saving
+from crossrl.engines.train.fsdp import PARTS, FsdpTrainEngine, check_scalars, gradient_trouble, log_prob_trouble
+from crossrl.engines.train.micro_batches import MicroBatch
+from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, check_fit, local
+from crossrl.engines.train.ranks import Agreed, Ranks
+from crossrl.models.digest import passing_digest, weights_digest
+from crossrl.models.layout import Group
+from crossrl.models.policy import Policy
+from crossrl.sync.messages import describe
+
+if TYPE_CHECKING:
+    from crossrl.sync.sender import Sent
+
+# What a rank computes while others have a micro-batch and it has none: its part in the collectives, of no weight.
+NOTHING = MicroBatch((Group(np.zeros(1, np.int64), (np.zeros(1, np.int64),)),), np.zeros(0, np.int64), 0)
+
+
+class ShardedTrainEngine(FsdpTrainEngine):
+    """One of ``ranks`` engines that train one model: its methods are called on all of them at once, each with its part
+    of the batch. Losses of all parts add up (they carry their weights), and so do gradients.
+
+    ``model``: whole, the same on every rank, on the CPU; each rank keeps its shard of it, on its device.
+    ``reshard``: let go of a layer's weights after its forward and its backward pass. False keeps weights and gradients
+    of the whole model in memory during a step, and gathers and reduces them once and not for each micro-batch.
+
+    Errors that concern the data or the numbers are raised on every rank alike, as ``Agreed``, with nothing changed. Any
+    other leaves the ranks apart, so that the group must be ended.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: AdamWSettings | None,
+        ranks: Ranks,
+        *,
+        reshard: bool = True,
+        **options: Any,
+    ) -> None:
+        self.ranks, self._reshard = ranks, reshard
+        self._problems: list[str] = []
+        self._left = self._count = 0
+        super().__init__(model, optimizer, **options)
+
+    def _place(self) -> None:
+        digests = self.ranks.all(weights_digest(self.model.named_parameters()))
+        if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise EngineError(
+                f"ranks {other} have loaded other weights than rank 0: the model folder is not the same everywhere"
+            )
+        self._root: Any = _Root(self.policy)  # fully_shard makes it an FSDPModule as well
+        keep = None if self._reshard else False
+        # Half precision is summed in single: the sum over ranks is then the sum over micro-batches.
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for module in [*_layers(self.model), self._root]:
+            fully_shard(module, mesh=self.ranks.mesh, reshard_after_forward=keep, mp_policy=precision)
+        modules: list[Any] = [m for m in self._root.modules() if isinstance(m, FSDPModule)]
+        self._sharded: list[FSDPModule] = modules
+        for sharded in self._sharded:
+            sharded.set_gradient_divide_factor(1.0)  # a sum and not a mean
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor in it
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # from PyTorch 2.12 on
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def _rounds(self, batch: Batch, skip: np.ndarray | None) -> list[MicroBatch]:
+        """This rank's micro-batches, and nothing as often as another has more."""
+        self._problems.clear()
+        self.ranks.beats.at("dealing out")
+        micros, problem = list[MicroBatch](), ""
+        try:
+            micros = self._split(batch, skip)
+        except EngineError as error:
+            problem = str(error)
+        self._left = self._count = max(self.ranks.agree(problem, len(micros)))
+        return micros + [NOTHING] * (self._count - len(micros))
+
+    def _accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext()  # gradients must reach FSDP, which reduces them
+
+    def _forward(
+        self, micro: MicroBatch, temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        self._left -= 1
+        self._at("forward pass")
+        log_p, h, sequence = self._root(micro.groups, temperature, entropy)
+        if not torch.is_grad_enabled():
+            for module in self._sharded:
+                module.reshard()  # or the next step would leave whole weights of before in use
+        if not micro.samples.size:
+            return log_p[:0], None if h is None else h[:0], sequence[:0]
+        return log_p, h, sequence
+
+    def _backward(
+        self,
+        batch: Batch,
+        micro: MicroBatch,
+        objective: Objective,
+        temperature: float,
+        entropy: bool,
+        sums: dict[str, float],
+    ) -> tuple[float, np.ndarray]:
+        if not self._reshard:
+            last = self._left == 1
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
+        if micro.samples.size:
+            return super()._backward(batch, micro, objective, temperature, entropy, sums)
+        with self.policy.autocast(self._autocast):
+            log_p, _, _ = self._forward(micro, temperature, entropy)
+        self._at("loss")
+        log_p.sum().backward()
+        return 0.0, np.zeros(0, np.float32)
+
+    def _loss(self, objective: Objective, given: LossInput) -> tuple[torch.Tensor, dict[str, float]]:
+        self._at("loss")
+        try:
+            return objective(given)
+        except Exception as error:  # the other ranks wait for this one's backward pass, and hear of it after
+            self._trouble(describe(error))
+            return given.log_probs.sum() * 0.0, {}
+
+    def _trouble(self, problem: str) -> None:
+        self._problems.append(problem)
+
+    def _norm(self, optimizer: NamedAdamW) -> float:
+        self.ranks.beats.at("gradient norm")
+        mine = optimizer.grad_norm()
+        bad = [] if math.isfinite(mine) else optimizer.not_finite()
+        found = self.ranks.agree("; ".join(self._problems[:3]), (mine, bad))
+        norm = math.sqrt(math.fsum(part * part for part, _ in found))
+        if not math.isfinite(norm):
+            names = {name for _, bad in found for name in bad}
+            raise Agreed(gradient_trouble(norm, [n for n in self._parameters if n in names]))
+        return norm
+
+    def _check_log_probs(self, batch: Batch, values: np.ndarray) -> None:
+        self.ranks.agree(log_prob_trouble(batch, values), None)
+
+    def _group(self) -> Any:
+        return self.ranks.group
+
+    def _at(self, what: str) -> None:
+        self.ranks.beats.at(f"{what} of micro-batch {self._count - self._left} of {self._count}")
+
+    def whole(self, part: str, names: Sequence[str] | None = None) -> Generator[tuple[str, torch.Tensor]]:
+        """On rank 0: the whole tensors of ``part``, gathered one at a time, in name order; on the others nothing, while
+        they take part. All ranks must go through it; if rank 0 stops early, it must close it."""
+        tensors = self.tensors(part)
+        self.ranks.beats.at(f"gathering {part}")
+        with closing(self.ranks.together(sorted(tensors if names is None else names))) as together:
+            for name in together:
+                tensor = tensors[name]
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if self.ranks.rank == 0:
+                    yield name, whole
+
+    def state(self) -> EngineState:
+        """Whole copies on the CPU on rank 0, nothing on the others."""
+        weights, optimizer = ({n: t.cpu() for n, t in self.whole(part)} for part in PARTS)
+        return EngineState(weights, optimizer, self.scalars())
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.whole("weights")
+
+    def digests(self, *parts: str) -> dict[str, str]:
+        """On rank 0."""
+        return {part: passing_digest(self.whole(part)) for part in parts or PARTS}
+
+    @property
+    def changed(self) -> bool | None:
+        """Of any rank's shard."""
+        found = self.ranks.all(self._changes.since_sent(self._shards("weights").values()))
+        return True if True in found else None if None in found else False
+
+    def sent(self) -> None:
+        self._changes.sent(self._shards("weights").values())
+
+    def load_state(self, state: EngineState) -> None:
+        """Take this rank's shards of whole tensors."""
+        check_scalars(state.scalars)
+        parts = {"weights": state.weights, "optimizer": state.optimizer if self._optimizer else {}}
+        for part, tensors in parts.items():
+            check_fit(self.tensors(part), tensors, part)
+        for part, tensors in parts.items():
+            self.load_shards(part, {n: t[rows(len(t), self.ranks.rank, self.ranks.world)] for n, t in tensors.items()})
+        self.loaded(state.scalars)
+
+    def save(self, folder: Path, tokenizer: Any = None) -> None:
+        """See ``TrainEngine.save``: ``model/`` without weights, and ``shards/``."""
+        self.ranks.beats.at("saving")
+        problem = ""
+        if self.ranks.rank == 0:
+            try:
+                saving.write_config(folder, self.model, tokenizer)
+            except OSError as error:
+                problem = describe(error)
+        self._agree_on_files(problem)
+        saving.write_shards(folder, self._held().named(), self.ranks.group)
+
+    def load(self, folder: Path, scalars: Mapping[str, Any], trust_remote_code: bool = False) -> None:
+        self.ranks.beats.at("loading")
+        problem = ""
+        try:
+            check_scalars(scalars)
+            if saving.is_sharded(folder):
+                saving.check_shards(folder, self._held().named())
+            else:
+                weights, moments = saving.read_whole(folder, self.policy.dtype, trust_remote_code)
+                self.load_state(EngineState(weights, moments, scalars))
+        except (EngineError, OSError) as error:
+            problem = describe(error)
+        self.ranks.agree(problem, None)
+        if saving.is_sharded(folder):
+            super().load(folder, scalars, trust_remote_code)
+
+    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
+        weights = {name: tensor.cpu() for name, tensor in self.whole("weights")}
+        problem = ""
+        if self.ranks.rank == 0:
+            tied = {name: weights[first] for name, first in self.facts.tied.items()}
+            try:
+                saving.write_model(folder, self.model, tokenizer, weights | tied)
+            except OSError as error:
+                problem = describe(error)
+        self._agree_on_files(problem)
+
+    def send(self, version: int) -> Sent:
+        """See ``TrainEngine.send``. On ranks but the first it takes part, and returns None."""
+        changed = self.changed
+        with closing(self.whole("weights")) as named:
+            if self.ranks.rank:
+                found: Any = list(named) or None
+            else:
+                found = self._sending.send(version, self.layout(), self.facts.tied, named, changed)
+        self.sent()
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self.ranks.close()
+
+    def _shards(self, part: str) -> dict[str, torch.Tensor]:
+        return {name: local(tensor) for name, tensor in self.tensors(part).items()}
+
+    def _agree_on_files(self, problem: str) -> None:
+        try:
+            self.ranks.agree(problem, None)
+        except Agreed as error:
+            raise OSError(str(error)) from None
+
+
+def rows(count: int, rank: int, world: int) -> slice:
+    """Which of ``count`` rows ``rank`` of ``world`` holds. FSDP2 gives the last ones fewer, or none.
+
+    >>> [rows(5, rank, 4) for rank in range(4)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None), slice(5, 5, None)]
+    """
+    size = -(-count // world)
+    return slice(min(count, rank * size), min(count, (rank + 1) * size))
+
+
+class _Root(torch.nn.Module):
+    """Embedding, norm and head, which are one group of weights: they are whole while this runs ``Policy.log_probs``."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.model, self._policy = policy.model, policy
+
+    def forward(
+        self, groups: Sequence[Group], temperature: float, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        log_p, h, sequence = self._policy.log_probs(groups, temperature, entropy)
+        return log_p.clone(), None if h is None else h.clone(), sequence  # FSDP wants no views: their hooks can be lost
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The outermost repeated blocks; each is gathered when it is its turn."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[torch.nn.Module] = []
+    inside: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names):
+            continue
+        found.append(module)
+        inside |= set(module.modules())
+    return found

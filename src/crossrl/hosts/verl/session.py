@@ -1,0 +1,384 @@
+"""One run of verl's trainer with a tape or an exchange: from the start of its ``fit`` to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crossrl import patching
+from crossrl.batch import Batch, Meaning, Ragged
+from crossrl.hosts.verl.adapter import Adapter
+from crossrl.hosts.verl.checkpoints import Checkpoints
+from crossrl.hosts.verl.errors import HostError
+from crossrl.hosts.verl.facts import IGNORE, OWN, Facts
+from crossrl.hosts.verl.fingerprints import CONTRACT, V1_TRAINER
+from crossrl.hosts.verl.plugin import ALIVE
+from crossrl.hosts.verl.settings import Settings
+from crossrl.hosts.verl.stages import Generate, Update, computed_stages
+from crossrl.hosts.verl.versions import installed
+from crossrl.hosts.verl.weights import actor_digest
+from crossrl.patching.listing import fingerprint_of
+from crossrl.stages.base import At, Stage
+from crossrl.tape.api import Split
+from crossrl.tape.errors import ExchangeError, PeerLost, TapeError
+from crossrl.tape.exchange import WRITER, Exchange
+from crossrl.tape.layout import RunLayout, SkipLayout
+from crossrl.tape.record import Record
+from crossrl.tape.tape import Tape, TapeOptions
+from crossrl.tape.wait import wait_for
+
+log = logging.getLogger("crossrl.tape")
+WORKERS_LIMIT_S = 1800.0  # of a question to verl's workers; they answer it between two of verl's own calls
+
+
+class Session:
+    """``version``: of the actor's weights, as training steps done."""
+
+    def __init__(self, trainer: Any, settings: Settings) -> None:
+        self.trainer, self.settings, self.config = trainer, settings, trainer.config
+        self.facts, self.version = Facts(trainer, settings), 0
+        self._digest: tuple[int, str] | None = None
+        self._begun = self._attached = False
+        self.own = RunLayout(settings.tape_dir)
+        source = settings.tape.replay_from
+        self.source = RunLayout(Path(source).expanduser()) if source else self.own
+        self.recording = settings.tape.mode == "record" or (
+            settings.tape.mode == "replay" and self.source != self.own
+        )  # fmt: skip
+        self.exchange = self._exchange() if settings.share else None
+        self.checkpoints = Checkpoints(settings.share_dir.expanduser().absolute(), trainer.actor_rollout_wg, self.ask)
+        self.tape = Tape(
+            self.own, uuid.uuid4().hex, self._fingerprint, self._options(), lambda: self.version,
+            self.exchange.wait if self.exchange else wait_for, f"verl's {self.config.trainer.device}",
+        )  # fmt: skip
+        self.adapter = self._adapter()
+        self.generate, self.updater = (
+            Generate(bool(self.config.actor_rollout_ref.rollout.calculate_log_probs)),
+            Update(),
+        )
+        self._rollout, self._update = self._wrapped_rollout(), self._wrapped_update()
+
+    # -- what the patches call ----------------------------------------------------------------------------------------
+
+    def attach(self, *args: Any) -> tuple[Any, ...]:
+        self._attached = True
+        return self.adapter.attach(*args)
+
+    def update(self, original: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """verl's ``_update_actor``, recorded, or done by the other side of an exchange."""
+        at = At(self.trainer.global_steps)
+        whole = self.adapter.visible(args, kwargs)
+        for stage in computed_stages(whole):
+            if self.recording and self.settings.covers(stage.name):
+                self.tape.wrap(stage, "record")(whole.only(stage.reads), at)
+
+        def run(at: At) -> tuple[Any, dict[str, Any]]:
+            before = self.weights()
+            native = original()
+            self.version = at.step
+            engine = {"steps_done": at.step, "weight_version": at.step}
+            state = {"before": {"weights": before}, "after": {"weights": self.weights()}, "engine": engine}
+            info = {"state": state, "metrics": self.adapter.metrics(native, kwargs), "verl": {"version": installed()}}
+            if self.exchange and WRITER["update"] == self.exchange.role:
+                index = self.tape.calls(self.exchange.label, "update") - 1  # counted already
+                info["checkpoint"] = self.checkpoints.save(index, at.step)
+            return native, info
+
+        self.updater.run, self.updater.native = run, None
+        out = self._update(Batch(whole.sample_id), at)
+        self.version = at.step
+        if self.updater.native is not None:
+            return self.updater.native
+        return self.adapter.stand_in(args, kwargs, dict(out.info["metrics"]))
+
+    # -- what the adapters call ---------------------------------------------------------------------------------------
+
+    def rollout(
+        self, given: Batch, ask: Callable[[], tuple[Any, Batch]], rebuild: Callable[[Batch], Any]
+    ) -> Any:  # fmt: skip
+        """verl's own result of generation: as it came, or rebuilt from a record."""
+        at = At(self.trainer.global_steps)
+        if not self._begun:
+            self._begin(at.step - 1)
+        self.version = at.step - 1
+        self.generate.ask, self.generate.native = ask, None
+        out = self._rollout(given, at)
+        if self.generate.native is not None:
+            return self.generate.native
+        if out.info.get("unlike"):
+            raise HostError(
+                f"the record of step {at.step} lacks {', '.join(out.info['unlike'])}: it cannot be replayed"
+            )
+        return rebuild(out.take(out.index_of(given.sample_id)))
+
+    def refuse_unlike(self, odd: Sequence[str]) -> None:
+        """What verl generated has tensors that a record cannot give back bit for bit."""
+        if not odd:
+            return
+        what = f"{', '.join(odd)} of verl's rollout cannot be rebuilt from a record"
+        if self.settings.skip_dir or self.settings.share:
+            raise HostError(
+                f"{what}: runs with images, routed experts or teachers are only recorded (tape.mode=record)"
+            )
+        log.warning("tape: %s; it is recorded, but will not be replayed", what)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data before this step."""
+        steps = getattr(self.trainer, "steps_per_epoch", None) or len(self.trainer.train_dataloader)
+        return int(self.trainer.global_steps - 1) // int(steps)
+
+    def reading(self) -> tuple[Callable[[list[int]], str], frozenset[int], int, Meaning]:
+        """How to read responses: decoder, end tokens, longest length, what their log-probs are."""
+        end = self.trainer.tokenizer.eos_token_id
+        ends = frozenset(end if isinstance(end, list) else [end] if end is not None else [])
+        return self.decode, ends, int(self.config.actor_rollout_ref.rollout.response_length), self._sampled()
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.trainer.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def versions_of(self, reported: Sequence[Any]) -> list[int]:
+        """The weights' version of each sample: as the engine reported it, else the trainer's."""
+        return [int(v) if v is not None else self.version for v in reported]
+
+    def computed(
+        self,
+        ids: Sequence[str],
+        column: Callable[..., Ragged | None],
+        scores: Any,
+        rewards: Any,
+        extra: list[dict[str, Any]],
+        responses: list[str],
+        response_ids: Ragged,
+    ) -> Batch:
+        """What a step has computed before the update, by the names of our schema. ``column``: of verl's, by name."""
+        found: dict[str, Any] = {
+            "response": responses, "response_ids": response_ids,
+            "score": np.asarray(scores, np.float64), "reward": np.asarray(rewards, np.float64),
+            "reward_status": ["ok"] * len(ids), "reward_extra": extra,
+            "loss_mask": column("response_mask", np.uint8),
+            "old_log_probs": column("old_log_probs"), "entropy": column("entropy"),
+            "ref_log_probs": column("ref_log_prob"), "advantages": column("advantages"),
+            "is_weights": column("rollout_is_weights"),
+        }  # fmt: skip
+        there = {name: value for name, value in found.items() if value is not None}
+        temperature, arr = float(self.config.actor_rollout_ref.rollout.temperature), self.config.actor_rollout_ref
+        correction = self.config.algorithm.get("rollout_correction") or {}
+        trained = Meaning(temperature, "none", str(arr.actor.strategy), self.version)
+        meanings = {
+            "old_log_probs": self._sampled() if correction.get("bypass_mode") else trained,
+            "ref_log_probs": Meaning(temperature, "none", str(arr.actor.strategy), 0),
+        }
+        return Batch(tuple(ids), there, {k: m for k, m in meanings.items() if k in there})
+
+    # -- the parts ----------------------------------------------------------------------------------------------------
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(worker, *args)`` in each of verl's workers at once; raises what it raises there."""
+        import ray
+
+        workers = self.trainer.actor_rollout_wg.workers
+        return list(ray.get([w.__ray_call__.remote(function, *args) for w in workers], timeout=WORKERS_LIMIT_S))
+
+    def weights(self) -> str:
+        """Digest of the actor's weights; asked for once for each version."""
+        if self._digest is None or self._digest[0] != self.version:
+            found = set(self.ask(actor_digest))
+            if len(found) != 1:
+                raise HostError(f"verl's workers hold different weights of the actor: {sorted(found)}")
+            self._digest = self.version, found.pop()
+        return self._digest[1]
+
+    def close(self, error: BaseException | None) -> None:
+        """The run ends: bring all records to the disk, tell the other side of an exchange."""
+        if self._attached:
+            self.adapter.detach()
+        how = f"ended at step {self.version}"
+        try:
+            if error is None:
+                self.tape.close()
+            else:
+                with contextlib.suppress(TapeError):
+                    self.tape.close()
+        except TapeError as failure:
+            error = failure
+            raise
+        finally:
+            if self.exchange:
+                reason = how if error is None else error.trouble if isinstance(error, PeerLost) else _text(error)
+                self.exchange.close(error is not None, reason)
+
+    def preflight(self) -> None:
+        """Refuse before anything is generated where the first record has other settings than this run."""
+        self.tape.preflight(self._rollout if not self.recording else getattr(self._rollout, "inner", self._rollout))
+        self._digest = None  # of a moment before verl loaded its checkpoint
+
+    def _begin(self, done: int) -> None:
+        """Before the first generation. ``done``: training steps that this run has behind it."""
+        self._begun, self.version, counts = True, done, {}
+        if self.recording:
+            self.tape.start()
+            self.tape.set_aside(done or -1)
+        if self.settings.skip_dir:
+            counts["rollout skip/cache/rollout/train"] = done
+        if self.exchange:
+            self.exchange.open(done)
+            self.tape.run_id = self.exchange.mine.run_id  # the one that the other side knows
+            first = int(self.exchange.mine.agreement["first_step"])
+            for stage, role in WRITER.items():
+                mode = "publish" if role == self.exchange.role else "follow"
+                counts[f"{self.exchange.label}/{mode}/{stage}/train"] = done - first
+            if WRITER["update"] == self.exchange.role:
+                self.checkpoints.clean()
+        self.tape.load_state(counts)
+
+    def _bring(self, record: Record, at: At) -> None:
+        """The state after an update that another run made (or this one, before it was started again)."""
+        self.checkpoints.load(record)
+        self.version, self._digest = at.step, None
+        want, found = record.header.info["state"]["after"]["weights"], self.weights()
+        if found != want:
+            raise ExchangeError(
+                f"{record.path}: after verl loaded its checkpoint the digest of the weights is {found[:16]}..., its "
+                f"run had {want[:16]}...: this is not the state that was published"
+            )
+
+    def _adapter(self) -> Adapter:
+        if self.settings.v1:
+            from crossrl.hosts.verl.v1 import V1
+
+            return V1(self.trainer, self)
+        from crossrl.hosts.verl.v0 import V0
+
+        return V0(self.trainer, self)
+
+    def _exchange(self) -> Exchange:
+        settings = self.settings
+        assert settings.share is not None
+        return Exchange(
+            settings.share_dir, settings.share, settings.home.absolute(), self.facts.agreement(), self.weights,
+            settings.timeout_s, settings.heartbeat_s,
+        )  # fmt: skip
+
+    def _wrapped_rollout(self) -> Stage:
+        stage: Stage = self.generate
+        if self.settings.skip_dir:
+            stage = self.tape.wrap(stage, "cache", self._skip_layout())
+        stage = self._shared(stage)
+        if self.settings.tape.mode == "replay":
+            stage = self.tape.wrap(stage, "replay", self.source)
+        return self._recorded(stage)
+
+    def _wrapped_update(self) -> Stage:
+        return self._recorded(self._shared(self.updater))
+
+    def _recorded(self, stage: Stage) -> Stage:
+        return self.tape.wrap(stage, "record") if self.recording and self.settings.covers(stage.name) else stage
+
+    def _shared(self, stage: Stage) -> Stage:
+        if self.exchange is None:
+            return stage
+        mode = "publish" if WRITER[stage.name] == self.exchange.role else "follow"
+        ignore = (OWN if mode == "publish" else IGNORE)[stage.name]
+        return self.tape.wrap(
+            stage, mode, self.exchange, restore=self._bring if stage.name == "update" else None, ignore=ignore
+        )  # fmt: skip
+
+    def _skip_layout(self) -> SkipLayout:
+        config, trainer = self.config, self.config.trainer
+        assert self.settings.skip_dir is not None
+        return SkipLayout(
+            self.settings.skip_dir, trainer.experiment_name, trainer.project_name,
+            config.data.get("gen_batch_size") or config.data.train_batch_size, config.actor_rollout_ref.rollout.n,
+        )  # fmt: skip
+
+    def _options(self) -> TapeOptions:
+        tape, steps = self.settings.tape, None
+        if tape.steps:
+            from crossrl.taping import step_range
+
+            steps = step_range(tape.steps)
+        return TapeOptions(
+            accept=tuple(tape.accept), steps=steps, keep=tape.keep, max_bytes=tape.max_bytes,
+            unstorable="refuse" if tape.unstorable == "refuse" else "leave_out", wait_s=self.settings.timeout_s,
+        )  # fmt: skip
+
+    def _fingerprint(self, stage: str, split: Split) -> dict[str, Any]:
+        return self.facts.of(stage, self.weights() if stage in ("rollout", "old_log_prob") else "")
+
+    def _sampled(self) -> Meaning:
+        """Of the sampler's log-probs: verl asks its engines for those after temperature and truncation."""
+        rollout = self.config.actor_rollout_ref.rollout
+        rules = [f"top_k={rollout.top_k}"] if int(rollout.top_k) > 0 else []
+        rules += [f"top_p={rollout.top_p}"] if float(rollout.top_p) < 1 else []
+        return Meaning(float(rollout.temperature), ",".join(rules) or "none", str(rollout.name), self.version)
+
+
+@contextlib.contextmanager
+def session_of(trainer: Any) -> Iterator[Session]:
+    """A session while the block runs. Raises before it begins where the host is not live here, or verl is another."""
+    from crossrl.hosts.verl.patches import V0, V1
+
+    settings: Settings = trainer.crossrl_settings
+    patching.require(*(patch.name for patch in (V1 if settings.v1 else V0)))
+    _check_contract(settings.v1)
+    with _messages():
+        session = Session(trainer, settings)
+        _say_alive()
+        trainer.crossrl_session = session
+        try:
+            session.preflight()
+            yield session
+        except BaseException as error:
+            session.close(error)
+            raise
+        else:
+            session.close(None)
+        finally:
+            del trainer.crossrl_session
+
+
+def _check_contract(v1: bool) -> None:
+    version = str(installed())
+    for target, known in CONTRACT.items():
+        if version not in known or (not v1 and target.startswith(V1_TRAINER.partition(".v1.")[0] + ".v1.")):
+            continue
+        found = fingerprint_of(target)[: len(known[version])]
+        if found != known[version]:
+            raise HostError(
+                f"{target} is not as in verl {version}: fingerprint {known[version]} expected, {found} found. It was "
+                f"changed here; the host relies on how it works, so nothing is recorded, replayed or exchanged"
+            )
+
+
+def _say_alive() -> None:
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(ALIVE, b"1", overwrite=True)
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[None]:
+    """verl shows warnings only; what the tape says belongs into the log of a run that asked for it."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("crossrl: %(message)s"))
+    before = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or ("stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
