@@ -256,9 +256,9 @@ class Case:
             with pytest.raises(SyncError):
                 self.result()
             raise
-        (received,) = self.result()
         self.version += 1
-        assert (received.version, received.digest) == (self.version, sent.digest)
+        for received in self.result():  # one for each worker process
+            assert (received.version, received.digest) == (self.version, sent.digest)
         return sent
 
     def fresh(self) -> Case:
@@ -315,7 +315,8 @@ def vllm_case(options: Mapping[str, Any], environment: Mapping[str, str] | None 
     env = {**os.environ, **vllm_environment(1, {}, "cpu"), "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
     folder = tempfile.TemporaryDirectory(prefix="crossrl-test-")
     atexit.register(folder.cleanup)
-    env.setdefault("VLLM_CACHE_ROOT", folder.name)
+    # vLLM takes seconds to look at an architecture for the first time, and notes what it finds there.
+    env.setdefault("VLLM_CACHE_ROOT", f"{tempfile.gettempdir()}/crossrl-test-vllm-{os.getuid()}")
     here, there = Pipe()
     chosen = {"eos_token_ids": (EOS,), "max_num_seqs": 64, **options}
     program = f"import engines_cases; engines_cases.serve_vllm({there.fileno()}, {chosen!r})"

@@ -1,4 +1,4 @@
-"""verl 0.9.1 on a CPU, without a change of its files: a platform by verl's own registry, and the patches of ``verl_cpu_patches``.
+"""verl 0.9.1 on a CPU, without a change of its files: a platform, and the patches of ``verl_cpu_patches``.
 
 For small experiments and for CI; loaded with ``VERL_USE_EXTERNAL_MODULES=verl_cpu`` and ``VERL_PLATFORM=cpu``. The
 rollout named ``cpu_hf`` is in ``verl_cpu_rollout.py``. Everything is in the processes that import verl; the patches

@@ -1,4 +1,4 @@
-"""The patches that verl 0.9.1 needs on a CPU. Nothing heavy is imported here: every child process imports this first."""
+"""The patches that verl 0.9.1 needs on a CPU. Nothing heavy is imported: every child imports this first."""
 
 from __future__ import annotations
 
@@ -49,6 +49,17 @@ def with_our_rollout(original: Original) -> Original:
     return get_rollout_class
 
 
+def with_a_seed(original: Original) -> Original:
+    """verl gives a request a random id and nothing that says which of a prompt's samples it is to be; here it is the
+    session (default trainer) or the place in the batch (synchronous one), so that a run samples what its rerun does."""
+
+    async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        which = kwargs.get("session_id", kwargs.get("priority", 0))
+        return await original(self, {**sampling_params, "seed": int(which)}, **kwargs)
+
+    return run
+
+
 PATCHES = (
     patching.Patch(
         name="verl-cpu.engines",
@@ -86,6 +97,20 @@ PATCHES = (
         fingerprints={"0.9.1": "865378752d366fabd0171d0a086b3a89:0880f1752bd810ed35"},
         wrapper=with_our_rollout,
         why="the rollout cpu_hf",
+        required=False,
+    ),
+    patching.Patch(
+        name="verl-cpu.seeds",
+        target="verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop.run",
+        distribution="verl",
+        fingerprints={
+            "0.9.1": (
+                "32c5d3dd2499787100e31dac84728de5:214208711bfbadf4abc349188243eddea5f0e4694535172"
+                "2dd085386e79640970d9ee6be"
+            )
+        },
+        wrapper=with_a_seed,
+        why="what is sampled depends on the order in which requests arrive",
         required=False,
     ),
 )

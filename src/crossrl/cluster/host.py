@@ -30,9 +30,10 @@ class Host:
         """The object is ``factory(*args)``; the answer's value says which process this is."""
 
         def run() -> str:
+            print(f"{process()}: {factory}", flush=True)  # the first line of its log
             module, _, name = factory.partition(":")
             self.object = getattr(importlib.import_module(module), name)(*args)
-            return f"process {os.getpid()} on {socket.gethostname()}"
+            return process()
 
         return answer(run)
 
@@ -50,6 +51,11 @@ class Host:
         close = getattr(self.object, "close", None)
         if close is not None:
             close()
+
+
+def process() -> str:
+    """This one, as messages name it."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def answer(run: Callable[[], Any]) -> Answer:

@@ -7,7 +7,17 @@ A file for each part of a run; each fault is a function that changes one seam of
 """
 
 from crossrl.cross.faults.base import Fault, FaultError, Harmless
-from crossrl.cross.faults.catalogue import FAULTS, HARMLESS, Planted, chosen, parse, plant, select, warning
+from crossrl.cross.faults.catalogue import (
+    FAULTS,
+    HARMLESS,
+    Planted,
+    chosen,
+    parse,
+    plant,
+    plant_in_engine,
+    select,
+    warning,
+)
 
 __all__ = [
     "FAULTS",
@@ -19,6 +29,7 @@ __all__ = [
     "chosen",
     "parse",
     "plant",
+    "plant_in_engine",
     "select",
     "warning",
 ]

@@ -19,6 +19,7 @@ from crossrl.stages.base import At, Stage
 if TYPE_CHECKING:
     from crossrl.assemble import Parts
     from crossrl.config.root import RunConfig
+    from crossrl.engines.base import RolloutEngine
 
 
 class FaultError(ValueError):
@@ -32,6 +33,7 @@ class Fault:
     ``part``: where the cross-examination must find it. ``stage``: the first stage whose record it changes ("data":
     what the loader hands to ``rollout``). ``symptom``: what a user sees. ``plant``: puts it in place. ``needs``:
     overrides with which it acts, for both sides of an experiment; ``ready``: whether a configuration will do.
+    ``in_engine``: puts it, from a training step on, into an engine that is in another process (called there).
     ``earliest``, ``lag``: see ``first_step``. ``harmless``: training sees nothing of it, and the tool must say so.
     """
 
@@ -45,6 +47,7 @@ class Fault:
     earliest: int = 1
     lag: int = 0
     harmless: bool = False
+    in_engine: Callable[[RolloutEngine, int], None] | None = None
 
     def first_step(self, start: int = 1) -> int:
         """The training step whose records it changes first when it is planted with ``@start``.

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from crossrl import settings
 from crossrl.cross.faults import data, harmless, inference, reward, sync, training
 from crossrl.cross.faults.base import Around, Clock, Fault, FaultError, Harmless, Site
 
 if TYPE_CHECKING:
     from crossrl.assemble import Parts
     from crossrl.config.root import RunConfig
+    from crossrl.engines.base import RolloutEngine
 
 FAULTS = {f.name: f for f in (*inference.INFERENCE, *training.TRAINING, *reward.REWARD, *data.DATA, *sync.SYNC)}
 HARMLESS = {h.name: h for h in harmless.HARMLESS}
@@ -66,12 +68,21 @@ def plant(text: str, parts: Parts, cfg: RunConfig) -> None:
     Raises ``FaultError``, of ``chosen`` or because the model has nothing that this fault could be planted in.
     """
     clock = Clock()
+    apart = settings.launcher(cfg) != "none"
     for each in chosen(text, cfg):
-        each.fault.plant(Site(parts, cfg, each.start, clock))
+        if not (apart and each.fault.in_engine):  # else it was planted where the engine is, see ``plant_in_engine``
+            each.fault.plant(Site(parts, cfg, each.start, clock))
     parts.stages = {name: Around(stage, clock.around) for name, stage in parts.stages.items()}
     parts.val_rollout = Around(parts.val_rollout, clock.around)
     parts.val_reward = Around(parts.val_reward, clock.around)
     parts.sync = parts.stages["sync"]
+
+
+def plant_in_engine(text: str, engine: RolloutEngine) -> None:
+    """In the process of an engine: put those of ``text`` in place that belong there."""
+    for each in parse(text):
+        if each.fault.in_engine:
+            each.fault.in_engine(engine, each.start)
 
 
 def select(names: Sequence[str] = ()) -> tuple[list[Fault], list[Harmless]]:

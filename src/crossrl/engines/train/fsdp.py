@@ -23,7 +23,7 @@ from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, check_fit
 from crossrl.engines.train.sending import Layout, Sending
 from crossrl.models.digest import weights_digest
 from crossrl.models.linear import accumulating
-from crossrl.models.loading import distinct_parameters, save_hf
+from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class FsdpTrainEngine:
 
     def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
         """See ``TrainEngine.save_hf``."""
-        save_hf(self.model, tokenizer, folder)
+        saving.write_model(folder, self.model, tokenizer)
 
     def open_sender(self, receivers: Sequence[str], cast: str | None = None, **options: Any) -> str:
         """See ``TrainEngine.open_sender``."""

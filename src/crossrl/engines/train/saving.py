@@ -34,8 +34,8 @@ def is_sharded(folder: Path) -> bool:
 
 def write_whole(folder: Path, model: PreTrainedModel, optimizer: Mapping[str, torch.Tensor], tokenizer: Any) -> None:
     """``model/`` (a Hugging Face folder) and ``optimizer.safetensors``. Raises ``OSError``."""
+    write_model(folder / MODEL, model, tokenizer)
     try:
-        save_hf(model, tokenizer, folder / MODEL)
         save_file({k: v.detach().contiguous() for k, v in optimizer.items()}, folder / OPTIMIZER)
     except SafetensorError as error:
         raise OSError(str(error)) from error
@@ -54,9 +54,10 @@ def write_config(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     flush(folder)
 
 
-def write_model(folder: Path, model: PreTrainedModel, tokenizer: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """A Hugging Face folder with ``weights`` in the place of those of ``model``, all names included. Raises
-    ``OSError``."""
+def write_model(
+    folder: Path, model: PreTrainedModel, tokenizer: Any, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """A Hugging Face folder; ``weights``: in the place of the model's own, under all names. Raises ``OSError``."""
     try:
         save_hf(model, tokenizer, folder, weights)
     except SafetensorError as error:

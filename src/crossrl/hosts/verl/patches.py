@@ -38,7 +38,7 @@ def with_session(original: Original) -> Original:
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "crossrl_settings", None) is None:
             return original(self, *args, **kwargs)
-        from crossrl.hosts.verl.session import session_of
+        from crossrl.hosts.verl.start import session_of
 
         with session_of(self) as session:
             return original(self, *session.attach(*args), **kwargs)

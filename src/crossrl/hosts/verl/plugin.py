@@ -76,18 +76,19 @@ def _require_sources() -> None:
 def _refuse_silence() -> None:
     """At the end of the driver: a run in whose trainer the host was never alive did not do what it was asked.
 
-    The trainer's process says so in Ray's own store, which reaches the driver from every node.
+    The trainer's process says so in Ray's own store, which reaches the driver from every node. A run that ended with
+    an error says that itself.
     """
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized() or sys.exc_info()[0] is not None or getattr(sys, "last_exc", None):
+    if ray is None or not ray.is_initialized() or hasattr(sys, "last_type"):
         return
     from ray.experimental.internal_kv import _internal_kv_get
 
     if _internal_kv_get(ALIVE) is None:
         print(
             "crossrl: the host was asked for, but it was not alive in the process that ran the trainer: nothing was "
-            "recorded, replayed or exchanged. With a Ray cluster that was started before, its workers need the "
-            "environment: see docs/how-to/use-with-verl.md, 'Several nodes'",
+            "recorded, replayed or exchanged. Either the run failed before it began to train (see above), or its "
+            "processes do not have the environment of this one: docs/how-to/use-with-verl.md, 'Several nodes'",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(3)

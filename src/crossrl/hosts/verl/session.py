@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from crossrl import patching
 from crossrl.batch import Batch, Meaning, Ragged
 from crossrl.hosts.verl.adapter import Adapter
 from crossrl.hosts.verl.checkpoints import Checkpoints
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.facts import IGNORE, OWN, Facts
-from crossrl.hosts.verl.fingerprints import CONTRACT, V1_TRAINER
-from crossrl.hosts.verl.plugin import ALIVE
 from crossrl.hosts.verl.settings import Settings
 from crossrl.hosts.verl.stages import Generate, Update, computed_stages
 from crossrl.hosts.verl.versions import installed
 from crossrl.hosts.verl.weights import actor_digest
-from crossrl.patching.listing import fingerprint_of
 from crossrl.stages.base import At, Stage
 from crossrl.tape.api import Split
 from crossrl.tape.errors import ExchangeError, PeerLost, TapeError
@@ -319,65 +314,6 @@ class Session:
         rules = [f"top_k={rollout.top_k}"] if int(rollout.top_k) > 0 else []
         rules += [f"top_p={rollout.top_p}"] if float(rollout.top_p) < 1 else []
         return Meaning(float(rollout.temperature), ",".join(rules) or "none", str(rollout.name), self.version)
-
-
-@contextlib.contextmanager
-def session_of(trainer: Any) -> Iterator[Session]:
-    """A session while the block runs. Raises before it begins where the host is not live here, or verl is another."""
-    from crossrl.hosts.verl.patches import V0, V1
-
-    settings: Settings = trainer.crossrl_settings
-    patching.require(*(patch.name for patch in (V1 if settings.v1 else V0)))
-    _check_contract(settings.v1)
-    with _messages():
-        session = Session(trainer, settings)
-        _say_alive()
-        trainer.crossrl_session = session
-        try:
-            session.preflight()
-            yield session
-        except BaseException as error:
-            session.close(error)
-            raise
-        else:
-            session.close(None)
-        finally:
-            del trainer.crossrl_session
-
-
-def _check_contract(v1: bool) -> None:
-    version = str(installed())
-    for target, known in CONTRACT.items():
-        if version not in known or (not v1 and target.startswith(V1_TRAINER.partition(".v1.")[0] + ".v1.")):
-            continue
-        found = fingerprint_of(target)[: len(known[version])]
-        if found != known[version]:
-            raise HostError(
-                f"{target} is not as in verl {version}: fingerprint {known[version]} expected, {found} found. It was "
-                f"changed here; the host relies on how it works, so nothing is recorded, replayed or exchanged"
-            )
-
-
-def _say_alive() -> None:
-    from ray.experimental.internal_kv import _internal_kv_put
-
-    _internal_kv_put(ALIVE, b"1", overwrite=True)
-
-
-@contextlib.contextmanager
-def _messages() -> Iterator[None]:
-    """verl shows warnings only; what the tape says belongs into the log of a run that asked for it."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("crossrl: %(message)s"))
-    before = log.level, log.propagate
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.level, log.propagate = before
 
 
 def _text(error: BaseException) -> str:

@@ -1,0 +1,206 @@
+"""CrossRL on real, unmodified verl 0.9.1, on a CPU: rollout skip, record, and exchange between two live runs.
+
+    python examples/verl/run.py [skip|record|exchange|untouched|all] [--trainer v0|v1|both] [--steps 3]
+
+Needs verl and what docs/how-to/use-with-verl.md names. A run takes a minute or two on two cores, most of it to start.
+Exits with 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from watched import HERE, Run, start, wait
+
+from crossrl.tape import RecordMissing, open_run
+
+PARTS = ("record", "skip", "exchange", "untouched")
+TRAINERS = {"v0": "trainer.use_v1=False", "v1": "trainer.use_v1=True"}
+RECORD = "++tape.mode=record"
+
+
+@dataclass(slots=True)
+class Example:
+    """``results``: what was checked, whether it held, and how it was seen."""
+
+    work: Path
+    trainer: str
+    steps: int
+    limit_s: float
+    results: list[tuple[str, bool, str]] = field(default_factory=list)
+    runs: dict[str, Run] = field(default_factory=dict)
+
+    @property
+    def data(self) -> Path:
+        return self.work / "data"
+
+    def check(self, what: str, held: bool, seen: str) -> None:
+        self.results.append((f"{self.trainer} {what}", held, seen))
+        print(f"{'ok   ' if held else 'FAIL '} {self.trainer} {what}: {seen}", flush=True)
+
+    def start(self, name: str, *overrides: str, **environment: str) -> Run:
+        run = start(
+            f"{self.trainer}-{name}", self.work, self.data, [TRAINERS[self.trainer], *overrides], environment,
+            self.steps,
+        )  # fmt: skip
+        self.runs[name] = run
+        return run
+
+    def finish(self, *runs: Run, fails: bool = False) -> bool:
+        """Wait for ``runs``; whether they ended as they should."""
+        wait(runs, self.limit_s)
+        for run in runs:
+            if (run.code == 0) == fails:
+                print("\n".join(run.log.splitlines()[-15:]), file=sys.stderr)
+                self.check(f"{run.name} ends", False, run.why or f"exit code {run.code}, log {run.folder}/log.txt")
+        return all((run.code == 0) != fails for run in runs)
+
+    def alone(self) -> list[str]:
+        """Digests of the weights after each step of a run by itself, recorded; it is made once."""
+        if "record" not in self.runs:
+            self.finish(self.start("record", RECORD))
+        return digests(self.runs["record"])
+
+    # -- the parts ----------------------------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        alone = self.alone()
+        self.check("record: every step", len(alone) == self.steps, f"{len(alone)} of {self.steps} steps")
+        if len(alone) != self.steps:
+            return
+        tape, count = open_run(self.runs["record"].folder / "out"), 0
+        for step in tape.steps():
+            for _, record in tape.records(step):
+                record.check()
+                count += 1
+        stages = tape.stages(1)
+        self.check("record: digests of all fields", count >= 4 * self.steps, f"{count} records: {', '.join(stages)}")
+        befores = [tape.record(step, "update").header.info["state"]["before"]["weights"] for step in tape.steps()]
+        self.check("record: no weights between updates", befores[1:] == alone[:-1], "after step i = before step i + 1")
+        saved = saved_digest(self.runs["record"], self.steps)
+        self.check("record: digest is of verl's own checkpoint", saved == alone[-1], f"{saved[:16]}")
+
+    def skip(self) -> None:
+        skip = [
+            "++actor_rollout_ref.rollout.skip_rollout=True",
+            f"++actor_rollout_ref.rollout.skip_dump_dir={self.work}/{self.trainer}-dump",
+        ]
+        subprocess.run(["rm", "-rf", f"{self.work}/{self.trainer}-dump"], check=True)
+        first = self.start("skip-1", RECORD, *skip)
+        if not self.finish(first):
+            return
+        second = self.start("skip-2", RECORD, *skip)
+        if not self.finish(second):
+            return
+        want = 8 * self.steps
+        self.check("skip: first run generates", first.requests == want, f"{first.requests} requests, {want} expected")
+        self.check("skip: second run generates nothing", second.requests == 0, f"{second.requests} requests")
+        self.check("skip: equal weights at every step", equal(digests(first), digests(second)), last(digests(second)))
+        self.check("skip: equal to the run alone", equal(digests(second), self.alone()), last(self.alone()))
+        other = self.start("skip-other", *skip, "actor_rollout_ref.rollout.temperature=0.7")
+        if self.finish(other, fails=True):
+            named = "rollout.temperature" in other.log and other.requests == 0
+            self.check("skip: another temperature is refused", named, "names rollout.temperature; nothing generated")
+
+    def exchange(self) -> None:
+        folder = self.work / f"{self.trainer}-share"
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        share = [RECORD, f"++trainer.share_data_dir={folder}", "++trainer.share_data_timeout=300"]
+        sides = [self.start(f"share-{role}", *share, f"++trainer.share_data={role}") for role in ("ckpt", "rollout")]
+        if not self.finish(*sides):
+            return
+        infers, trains = sides
+        self.check("exchange: one side generates", infers.requests == 8 * self.steps, f"{infers.requests} requests")
+        self.check("exchange: the other does not", trains.requests == 0, f"{trains.requests} requests")
+        for side, what in ((infers, "infers"), (trains, "trains")):
+            found = digests(side)
+            self.check(f"exchange: side that {what} ends as the run alone", equal(found, self.alone()), last(found))
+
+    def untouched(self) -> None:
+        before = package_digest()
+        none = {"VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_USE_EXTERNAL_PLUGINS": "none"}
+        for name, environment in (("absent", none), ("unasked", {}), ("disabled", {"CROSSRL_VERL": "0"})):
+            if not self.finish(self.start(name, **environment)):
+                return
+        found = {name: saved_digest(self.runs[name], self.steps) for name in ("absent", "unasked", "disabled")}
+        for name in ("unasked", "disabled"):
+            held = found[name] == found["absent"] and not (self.runs[name].folder / "out" / "tape").exists()
+            self.check(f"host {name}: as without it", held, f"verl's checkpoint {found[name][:16]}")
+        after = package_digest()
+        self.check("verl's files are as before", before == after, f"{after[1]} files, {after[0][:16]}")
+
+
+def digests(run: Run) -> list[str]:
+    """The weights after each recorded step; empty if there are none."""
+    try:
+        tape = open_run(run.folder / "out")
+        return [tape.record(s, "update").header.info["state"]["after"]["weights"] for s in tape.steps()]
+    except RecordMissing:
+        return []
+
+
+def equal(a: list[str], b: list[str]) -> bool:
+    """A comparison of nothing is no comparison."""
+    return bool(a) and a == b
+
+
+def last(found: list[str]) -> str:
+    return found[-1][:16] if found else "nothing recorded"
+
+
+def saved_digest(run: Run, step: int) -> str:
+    """Of the weights in verl's own checkpoint, which is a pickle that this very run has written."""
+    import torch
+
+    from crossrl.models.digest import combined, weights_digest
+
+    path = run.folder / f"out/global_step_{step}/actor/model_world_size_1_rank_0.pt"
+    state = torch.load(path, weights_only=False)
+    whole = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
+    return combined({name: weights_digest([(name, value)]) for name, value in whole.items()})
+
+
+def package_digest() -> tuple[str, int]:
+    """Of every file of the installed verl, and their number."""
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None and spec.origin is not None
+    root, total = Path(spec.origin).parent, hashlib.sha256()
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p.suffix != ".pyc")
+    for path in files:
+        total.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest(), len(files)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=(*PARTS, "all"), default="all")
+    parser.add_argument("--trainer", choices=(*TRAINERS, "both"), default="both", help="v0: synchronous; v1: default")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--work", type=Path, default=Path("outputs/verl-example"), help="folder for runs and data")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one run, then it is killed")
+    args = parser.parse_args()
+    work = args.work.absolute()
+    if not (work / "data/train.parquet").exists():
+        subprocess.run([sys.executable, str(HERE / "make_model.py"), str(work / "data")], check=True)
+    results = []
+    for trainer in TRAINERS if args.trainer == "both" else (args.trainer,):
+        example = Example(work, trainer, args.steps, args.limit)
+        for name in PARTS if args.part == "all" else (args.part,):
+            part: Callable[[], None] = getattr(example, name)
+            part()
+        results += example.results
+    print()
+    for what, held, seen in results:
+        print(f"{'ok' if held else 'FAIL':5}{what:62}{seen}")
+    return 0 if results and all(held for _, held, _ in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
