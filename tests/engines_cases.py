@@ -178,12 +178,16 @@ def refuse_to_clear(engine: Any, planted: bool) -> None:
         del engine._llm.reset_prefix_cache
 
 
+kept: list[Any] = []
+
+
 def in_another(engine: Any, options: Mapping[str, Any], named: Mapping[str, np.ndarray], asked: Any, how: Any) -> Any:
     """A second engine in this process (which takes seconds, not a quarter of a minute): brought ``named``, what it then
     holds, its digest, what it generates, and its scores of that."""
     from crossrl.engines.rollout.vllm import VllmEngine, VllmOptions
 
     other = VllmEngine(VllmOptions(**options))
+    kept.append(other)  # with the last reference vLLM takes the process groups away, those of the first engine too
     digest = updated_in_place(other, named, 1)
     out = other.generate(asked, range(len(asked)), how)
     scores = other.score(asked, out.response_ids.rows(), how.temperature)

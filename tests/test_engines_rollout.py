@@ -19,7 +19,7 @@ from crossrl.engines.rollout.hf import HfRolloutEngine, chunks
 from crossrl.engines.rollout.sampling import choose, uniforms
 from crossrl.engines.rollout.transaction import manifest_of
 from crossrl.engines.train.fsdp import FsdpTrainEngine
-from crossrl.models.digest import weights_digest
+from crossrl.models.digest import combined, tensor_digests, weights_digest
 from crossrl.models.loading import distinct_parameters, load_causal_lm, save_hf, tied_names
 from crossrl.stages.base import At
 from crossrl.stages.sync import Sync
@@ -286,17 +286,21 @@ def test_a_declared_cast_is_done_and_any_other_is_refused() -> None:
             other.finish_update()
 
 
-def synced(trainer: FsdpTrainEngine, engine: HfRolloutEngine) -> dict[str, Any]:
-    return Sync(InProcess(trainer, engine, tied_names(trainer.model)))(Batch(()), At(1)).info
+def synced(trainer: FsdpTrainEngine, engine: HfRolloutEngine, digest: bool = True) -> dict[str, Any]:
+    return Sync(InProcess(trainer, engine, tied_names(trainer.model), digest))(Batch(()), At(1)).info
+
+
+def held_digest(named: Any) -> str:
+    return combined(tensor_digests(named))
 
 
 def test_the_record_of_a_sync_says_what_was_sent_and_what_is_held() -> None:
     model = tiny()
     trainer = FsdpTrainEngine(model, weight_version=3)
-    expected = weights_digest(all_names(model))
+    expected = held_digest(all_names(model))
     count = len(list(distinct_parameters(model)))
     facts = {"weight_version": 3, "tensors": count, "sent": expected, "held": expected, "cast": None}
-    facts["prefix_cache"] = "none is kept"
+    facts |= {"prefix_cache": "none is kept", "digest": "xxh3-128"}
     assert synced(trainer, HfRolloutEngine(model, [EOS])) == {"sync": facts}
     assert synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS])) == {"sync": facts}
     half = synced(trainer, HfRolloutEngine(tiny(seed=5).bfloat16(), [EOS], receives=torch.float32))["sync"]
@@ -316,24 +320,23 @@ def test_what_an_engine_holds_instead_of_what_was_sent_is_in_the_record(fault: s
         load = engine.load
         engine.load = lambda named: load(wrong.items())  # type: ignore[method-assign]
     info = synced(trainer, engine)
-    assert info["sync"]["sent"] == weights_digest(all_names(trainer.model)) != info["sync"]["held"]
+    assert info["sync"]["sent"] == held_digest(all_names(trainer.model)) != info["sync"]["held"]
     assert "does not hold" in info["warnings"][0]
 
 
 def test_shared_weights_are_hashed_once_and_without_a_record_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
 
-    def count(named: Any) -> str:
+    def count(named: Any) -> dict[str, str]:
         hashed.append(1)
-        return weights_digest(named)
+        return tensor_digests(named)
 
-    monkeypatch.setattr("crossrl.engines.rollout.hf.weights_digest", count)
-    monkeypatch.setattr("crossrl.stages.sync.weights_digest", count)
+    monkeypatch.setattr("crossrl.sync.carriers.tensor_digests", count)
     model = tiny()
     trainer = FsdpTrainEngine(model)
     synced(trainer, HfRolloutEngine(model, [EOS]))
     assert len(hashed) == 1
-    facts = synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS], digest=False))["sync"]
+    facts = synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS]), digest=False)["sync"]
     assert (facts["sent"], facts["held"], len(hashed)) == ("", "", 1)
     synced(trainer, HfRolloutEngine(tiny(seed=5), [EOS]))
     assert len(hashed) == 3

@@ -124,6 +124,9 @@ class Example:
             self.check(f"exchange: side that {what} ends as the run alone", equal(found, self.alone()), last(found))
 
     def untouched(self) -> None:
+        """Of the synchronous trainer alone: without the host the other trains in the order in which samples come."""
+        if self.trainer != "v0":
+            return
         before = package_digest()
         none = {"VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_USE_EXTERNAL_PLUGINS": "none"}
         for name, environment in (("absent", none), ("unasked", {}), ("disabled", {"CROSSRL_VERL": "0"})):

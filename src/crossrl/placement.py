@@ -68,7 +68,8 @@ def _in_this_process(cfg: RunConfig, tokenizer: Any) -> Engines:
     engine = rollout_engine(cfg, model, tokenizer)
     reference = reference_engine(cfg) if settings.needs_reference(cfg) else None
     notes = [sentence, *sorted({n for n in (trainer.notice, engine.notice) if n})]
-    return Engines(trainer, reference, engine, InProcess(trainer, engine, trainer.facts.tied), notes)
+    recorded = cfg.tape.mode != "off" and bool({"all", "sync"} & set(cfg.tape.stages))
+    return Engines(trainer, reference, engine, InProcess(trainer, engine, trainer.facts.tied, recorded), notes)
 
 
 def _apart(cfg: RunConfig, tokenizer: Any, logs: Path | None) -> Engines:
@@ -225,13 +226,11 @@ def rollout_engine(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> Hf
     """It shares the trainer's ``model`` if it may: then a sync moves the version and copies nothing."""
     keys, dtype, trained = cfg.actor_rollout_ref.rollout, settings.rollout_dtype(cfg), settings.train_dtype(cfg)
     own = keys.own_weights or dtype != trained
-    # Hashing all weights takes a while; it is for the record.
-    recorded = cfg.tape.mode != "off" and bool({"all", "sync"} & set(cfg.tape.stages))
     return HfRolloutEngine(
         load_model(cfg, dtype).requires_grad_(False) if own else model,
         eos_token_ids(model.generation_config, tokenizer),
         max_num_seqs=keys.max_num_seqs,
-        digest=recorded,
+        digest=False,
         receives=as_dtype(trained) if dtype != trained else None,
         packed=packed_of(cfg),
     )

@@ -38,7 +38,7 @@ def sync_problems(run: RunTape, step: int) -> list[str]:
 def held_problems(facts: Mapping[str, Any]) -> list[str]:
     """Of one record's facts alone: what was sent is what is held. Digests are "" where the memory is one and the same,
     or where none were asked for."""
-    sent, held = facts.get("sent", ""), facts.get("held", facts.get("digest", ""))
+    sent, held = facts.get("sent", ""), facts.get("held", "")
     if sent and held and sent != held:
         cast = f", after the cast {facts['cast']}" if facts.get("cast") else ""
         return [f"the rollout engine holds other weights ({held[:12]}) than were sent to it ({sent[:12]}){cast}"]
@@ -50,7 +50,7 @@ def judge_sync(case: Case, record: Record, own: Mapping[str, Any] | None) -> Fin
     problems = sync_problems(case.run, case.step)
     facts = record.header.info.get("sync") or {}
     sent, mine = facts.get("sent", ""), (own or {}).get("sent", "")
-    comparable = sent and mine and facts.get("cast") == (own or {}).get("cast")
+    comparable = sent and mine and all(facts.get(key) == (own or {}).get(key) for key in ("cast", "digest"))
     if comparable and sent != mine:
         problems.append(f"the weights that were sent ({sent[:12]}) are not those after the update ({mine[:12]})")
     if problems:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import xxhash
 
 CHUNK_BYTES = 8 << 20
 
@@ -66,8 +67,6 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     the speed of a copy. It finds every accident (a changed, moved or swapped value); it does not stop a forger, who
     could as well change the engine. At most 8 MiB are copied at a time, from a device or out of a strided tensor.
     """
-    import xxhash
-
     total: Any = xxhash.xxh3_128(f"{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
     whole = tensor.is_contiguous() and tensor.device.type == "cpu"  # then nothing is copied
     step = max(1, tensor.numel() if whole else CHUNK_BYTES // tensor.element_size())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from crossrl.cluster.worker import WorkerError, collect
@@ -11,7 +11,9 @@ from crossrl.engines.base import EngineError, RolloutEngine, TrainEngine
 from crossrl.engines.rollout.remote import versions_of
 from crossrl.engines.rollout.replicas import Replicas
 from crossrl.engines.rollout.transaction import manifest_of
-from crossrl.models.digest import weights_digest
+from crossrl.models.digest import combined, tensor_digests
+
+DIGEST = "xxh3-128"  # of each tensor; two syncs can be compared by digests of one kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +21,8 @@ class Brought:
     """What a sync did, for its record.
 
     ``sent``: digest of the trainer's weights after the cast that the engine declares; ``held``: of what the engine
-    computes with; both over all names. They are equal, or the engine computes with something else. Both are "" where no
-    digest is made. ``notes``: for the user.
+    computes with; both over all names (``models.digest.combined``). They are equal, or the engine computes with
+    something else. Both are "" where no digest is made. ``notes``: for the user.
     """
 
     weight_version: int
@@ -29,13 +31,12 @@ class Brought:
     held: str
     cast: str | None
     prefix_cache: str
-    more: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
         return {
             "weight_version": self.weight_version, "tensors": self.tensors, "sent": self.sent, "held": self.held,
-            "cast": self.cast, "prefix_cache": self.prefix_cache, **self.more,
+            "digest": DIGEST, "cast": self.cast, "prefix_cache": self.prefix_cache,
         }  # fmt: skip
 
 
@@ -47,10 +48,16 @@ class Carrier(Protocol):
 
 class InProcess:
     """``trainer`` and ``engine`` in one process. ``tied``: further names of the trainer's weights, each with the name
-    under which it is sent."""
+    under which it is sent. ``digest``: whether to hash, which costs more than the rest; it is for the record."""
 
-    def __init__(self, trainer: TrainEngine, engine: RolloutEngine, tied: Mapping[str, str] | None = None) -> None:
-        self.trainer, self.engine, self.tied = trainer, engine, dict(tied or {})
+    def __init__(
+        self,
+        trainer: TrainEngine,
+        engine: RolloutEngine,
+        tied: Mapping[str, str] | None = None,
+        digest: bool = True,
+    ) -> None:
+        self.trainer, self.engine, self.tied, self.digest = trainer, engine, dict(tied or {}), digest
 
     def bring(self) -> Brought:
         weights = dict(self.trainer.named_weights())
@@ -58,11 +65,12 @@ class InProcess:
         self.engine.begin_update(self.trainer.weight_version, manifest)
         self.engine.load(weights.items())
         cleared = self.engine.clear_prefix_cache()  # what was computed with the old weights must not be used again
-        held = self.engine.finish_update()
+        self.engine.finish_update()
         weights |= {name: weights[first] for name, first in self.tied.items()}
+        held = combined(tensor_digests(self.engine.held())) if self.digest else ""
         sent = held  # the same memory is not hashed twice
         if held and not self.engine.shares(weights):
-            sent = weights_digest(self.engine.as_held(weights).items())
+            sent = combined(tensor_digests(self.engine.as_held(weights).items()))
         return Brought(self.engine.weight_version, len(manifest), sent, held, self.engine.cast, cleared)
 
 
@@ -95,8 +103,7 @@ class Transfer:
         held = sorted({one.digest for engine in received for one in engine})
         return Brought(
             version, sent.tensors, sent.digest, ", ".join(held), replicas.cast,
-            ", ".join(sorted(set(sent.prefix_caches.values()))),
-            {"receivers": list(self._receivers), "bytes": sent.bytes, "buckets": sent.buckets}, notes,
+            ", ".join(sorted(set(sent.prefix_caches.values()))), notes,
         )  # fmt: skip
 
     def _open(self, receivers: tuple[str, ...]) -> None:

@@ -13,9 +13,7 @@ from pathlib import Path
 try:
     import zmq
 except ImportError as error:
-    raise ImportError(
-        "weight transfer between processes needs pyzmq and xxhash: pip install 'crossrl[sync]'"
-    ) from error
+    raise ImportError("weight transfer between processes needs pyzmq: pip install 'crossrl[sync]'") from error
 
 from crossrl.sync.messages import Log, Message, SyncError
 

@@ -161,7 +161,9 @@ class VllmEngine:
                     self._condition.check_abort(len(prompts) - len(waiting), len(prompts))
                     finished = [output for output in llm.step() if output.finished]
                     for output in finished:
-                        outputs[waiting.pop(output.request_id)] = output
+                        if (i := waiting.pop(output.request_id, -1)) < 0:
+                            raise EngineError(f"vLLM answered a request that is not waited for: {output.request_id}")
+                        outputs[i] = output
                     if finished and progress is not None:
                         progress(len(prompts) - len(waiting), len(prompts))
                     if waiting and not llm.has_unfinished_requests():

@@ -31,7 +31,7 @@ _EVERYWHERE = (
     _Variable("VLLM_NO_USAGE_STATS", "1", "vLLM sends usage statistics"),
     _Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0", "the engine runs in a process that cannot be stepped from here"),
     _Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "workers are forked from a process that has threads"),
-    _Variable("VLLM_LOGGING_LEVEL", "WARNING", "a line is logged for every detail of its start", kept=True),
+    _Variable("VLLM_LOGGING_LEVEL", "ERROR", "dozens of lines are logged at its start and at every update", kept=True),
 )
 _CPU = (
     _Variable("TORCHDYNAMO_DISABLE", "1", "small functions are compiled at first use, for up to two minutes"),

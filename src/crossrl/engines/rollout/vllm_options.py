@@ -111,6 +111,7 @@ def _own(options: VllmOptions, cpu: bool) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "enable_sleep_mode": options.sleeps and not cpu,
         # With a prompt in chunks, a request's generator is set back, which generators on a CPU cannot (vLLM ends).
         "enable_chunked_prefill": not cpu,

@@ -17,6 +17,7 @@ used here, inside our transaction.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -134,12 +135,18 @@ class VllmTarget:
         return self._model.get_submodule(part.owner)
 
     def _in_vllm(self, what: str, *args: Any) -> None:
-        """Call a function of vLLM's layer-wise reload as its own worker does."""
+        """Call a function of vLLM's layer-wise reload as its own worker does. Its warnings about layers without weights
+        of their own (a tied head) say nothing that the transaction and ``held`` do not say better."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import layerwise
 
-        with set_current_vllm_config(self._config), torch.no_grad():
-            getattr(layerwise, what)(*args)
+        level = layerwise.logger.level
+        layerwise.logger.setLevel(logging.ERROR)
+        try:
+            with set_current_vllm_config(self._config), torch.no_grad():
+                getattr(layerwise, what)(*args)
+        finally:
+            layerwise.logger.setLevel(level)
 
 
 def tied_parts(model: Any, parts: Iterable[Part]) -> list[list[Part]]:
@@ -163,6 +170,9 @@ class VllmWorkerExtension:
 
     def crossrl_set_up(self, receives: str | None, weight_version: int) -> list[tuple[str, tuple[int, ...], str]]:
         """Make the target. Returns (name, shape, dtype) of all weights; ("", (), why) if it cannot be made."""
+        if getattr(self.vllm_config.model_config, "use_mla", False):
+            why = "vLLM computes latent attention (MLA) with matrices derived from the weights, which an update leaves"
+            return [("", (), f"{why} as they were. Use the engine hf for this model")]
         try:
             dtype = None if receives is None else getattr(torch, receives)
             target = VllmTarget(self.model_runner.get_model(), self.vllm_config, dtype, weight_version)

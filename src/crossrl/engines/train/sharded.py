@@ -126,16 +126,19 @@ class ShardedTrainEngine(FsdpTrainEngine):
         with self.policy.autocast(self._autocast):
             log_p, _, _ = self._forward(micro, temperature, entropy)
         self._at("loss")
+        self._at("backward pass")
         log_p.sum().backward()
         return 0.0, np.zeros(0, np.float32)
 
     def _loss(self, objective: Objective, given: LossInput) -> tuple[torch.Tensor, dict[str, float]]:
         self._at("loss")
         try:
-            return objective(given)
+            loss, sums = objective(given)
         except Exception as error:  # the other ranks wait for this one's backward pass, and hear of it after
             self._trouble(describe(error))
-            return given.log_probs.sum() * 0.0, {}
+            loss, sums = given.log_probs.sum() * 0.0, {}
+        self._at("backward pass")
+        return loss, sums
 
     def _trouble(self, problem: str) -> None:
         self._problems.append(problem)

@@ -14,6 +14,7 @@ import numpy as np
 from crossrl.batch import Batch, Meaning, Ragged
 from crossrl.hosts.verl.adapter import Adapter
 from crossrl.hosts.verl.checkpoints import Checkpoints
+from crossrl.hosts.verl.curves import Rows, row_of
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.facts import IGNORE, OWN, Facts
 from crossrl.hosts.verl.settings import Settings
@@ -41,7 +42,7 @@ class Session:
         self.facts, self.version = Facts(trainer, settings), 0
         self._digest: tuple[int, str] | None = None
         self._begun = self._attached = False
-        self.own = RunLayout(settings.tape_dir)
+        self.own, self.rows = RunLayout(settings.tape_dir), Rows(settings.home)
         source = settings.tape.replay_from
         self.source = RunLayout(Path(source).expanduser()) if source else self.own
         self.recording = settings.tape.mode == "record" or (
@@ -89,6 +90,8 @@ class Session:
         self.updater.run, self.updater.native = run, None
         out = self._update(Batch(whole.sample_id), at)
         self.version = at.step
+        if self.recording:
+            self.rows.add(row_of(at.step, whole, dict(out.info["metrics"])))
         if self.updater.native is not None:
             return self.updater.native
         return self.adapter.stand_in(args, kwargs, dict(out.info["metrics"]))
@@ -161,7 +164,7 @@ class Session:
             "loss_mask": column("response_mask", np.uint8),
             "old_log_probs": column("old_log_probs"), "entropy": column("entropy"),
             "ref_log_probs": column("ref_log_prob"), "advantages": column("advantages"),
-            "is_weights": column("rollout_is_weights"),
+            "is_weights": column("rollout_is_weights"), "rollout_log_probs": column("rollout_log_probs"),
         }  # fmt: skip
         there = {name: value for name, value in found.items() if value is not None}
         temperature, arr = float(self.config.actor_rollout_ref.rollout.temperature), self.config.actor_rollout_ref
@@ -221,6 +224,7 @@ class Session:
         if self.recording:
             self.tape.start()
             self.tape.set_aside(done or -1)
+            self.rows.start(done)
         if self.settings.skip_dir:
             counts["rollout skip/cache/rollout/train"] = done
         if self.exchange:

@@ -12,6 +12,7 @@ from crossrl.batch import Batch, Ragged
 from crossrl.hosts.verl.adapter import Adapter
 from crossrl.hosts.verl.padded import PER_TOKEN, described, padded, rows
 from crossrl.hosts.verl.prompts import samples
+from crossrl.hosts.verl.rewards import scored
 
 if TYPE_CHECKING:
     from crossrl.hosts.verl.session import Session
@@ -43,7 +44,7 @@ class V0(Adapter):
         output = self.session.rollout(
             given,
             lambda: self._asked(given, prompts),
-            lambda batch: self._rebuilt(batch, prompts),
+            lambda batch: self._rebuilt(self._scored(batch, each, n), prompts),
         )
         self.ids = _queues(columns["uid"], output.batch["responses"], given.sample_id)
         return output
@@ -83,6 +84,21 @@ class V0(Adapter):
         versions = self.session.versions_of([e.get("max_global_steps") for e in extras])
         return described(given.sample_id, columns, *self.session.reading(), versions, extras, {"verl": info})
 
+    def _scored(self, batch: Batch, prompts: list[dict[str, Any]], n: int) -> Batch:
+        """With this run's scores; what a reward function returns besides may have other names than when recorded."""
+        found = scored(self.trainer, batch, [prompts[i // n] for i in range(len(batch))])
+        if found is batch:
+            return batch
+        info, extras = batch.info["verl"], found["verl"]
+        names = list(extras[0].get("reward_extra_info", {}))
+        dtypes = {key: kind for key, kind in info["dtypes"].items() if key not in info["meta"]["reward_extra_keys"]}
+        dtypes |= {name: str(np.array([e[name] for e in extras]).dtype) for name in names}
+        meta = {**info["meta"], "reward_extra_keys": names}
+        return Batch(
+            found.sample_id, found.columns, found.meanings,
+            {**found.info, "verl": {**info, "dtypes": dtypes, "meta": meta}},
+        )  # fmt: skip
+
     def _rebuilt(self, batch: Batch, prompts: Any) -> Any:
         """A ``DataProto`` as verl's own workers would have put together from these responses."""
         from verl.protocol import DataProto
@@ -94,7 +110,7 @@ class V0(Adapter):
             tensors["rm_scores"] = torch.zeros_like(tensors["response_mask"], dtype=torch.float32)
             tensors["rm_scores"][torch.arange(len(batch)), last] = torch.tensor([e["score"] for e in extras])
         other = {key: _array([e.get(key) for e in extras], kind) for key, kind in info["dtypes"].items()}
-        other |= {key: prompts.non_tensor_batch[key] for key in info["shared"]}
+        other |= {key: prompts.non_tensor_batch[key] for key in info["shared"] if key in prompts.non_tensor_batch}
         return DataProto.from_dict(
             tensors=tensors, non_tensors=other, meta_info={**info["meta"], "timing": {}}
         )  # fmt: skip

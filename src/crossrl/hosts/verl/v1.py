@@ -17,6 +17,7 @@ from crossrl.hosts.verl.adapter import Adapter
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.padded import PER_TOKEN, described, nested_rows
 from crossrl.hosts.verl.prompts import samples
+from crossrl.hosts.verl.rewards import scored
 
 if TYPE_CHECKING:
     from crossrl.hosts.verl.session import Session
@@ -61,7 +62,9 @@ class V1(Adapter):
         return self.session.rollout(
             given,
             lambda: self._asked(given, prompts, keys, global_steps, batch_size),
-            lambda batch: self._put(batch, each, n, keys, global_steps),
+            lambda batch: self._put(
+                scored(self.trainer, batch, [each[i // n] for i in range(len(batch))]), each, n, keys, global_steps
+            ),
         )
 
     def _asked(self, given: Batch, prompts: Any, keys: list[str], step: int, size: int) -> tuple[Any, Batch]:

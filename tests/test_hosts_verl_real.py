@@ -1,0 +1,65 @@
+"""The verl host on real verl. CROSSRL_VERL_PYTHON names an interpreter that has verl and crossrl; else this is skipped.
+
+The first test takes some seconds; the others train (examples/verl/run.py), a minute or two for each run of verl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PYTHON = os.environ.get("CROSSRL_VERL_PYTHON", "")
+ROOT = Path(__file__).parents[1]
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="CROSSRL_VERL_PYTHON is not set: an interpreter with verl 0.9.1"),
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+]
+
+
+def run(*command: str | Path, limit: float) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [PYTHON, *map(str, command)], capture_output=True, text=True, timeout=limit,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    done = run(ROOT / "tests/verl_cases.py", tmp_path_factory.mktemp("verl"), limit=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_verl_generates_is_handed_on_as_it_is(cases):
+    assert cases["passed through"] is True
+
+
+def test_what_comes_from_a_record_is_what_verl_had_generated(cases):
+    assert cases["generated again"] == 0
+    assert cases["differs"] == []
+    assert cases["reward keys"] == ["acc"]
+
+
+def test_a_tensor_that_a_record_cannot_give_back_is_refused_by_name(cases):
+    assert "routed_experts of verl's rollout cannot be rebuilt from a record" in cases["unknown tensor"]
+
+
+def test_samples_are_found_again_after_verl_has_reordered_its_batch(cases):
+    assert cases["order of the update"] == ["11", "00", "01", "10"]
+    assert cases["advantages"] == [15.0, 16.0]
+    assert cases["score"] == [0.75, 0.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("part", ["skip", "exchange"])
+@pytest.mark.parametrize("trainer", ["v0", "v1"])
+def test_real_verl_ends_with_the_weights_of_a_run_by_itself(tmp_path, trainer, part):
+    work = ("--work", tmp_path, "--steps", "2", "--trainer", trainer)
+    done = run(ROOT / "examples/verl/run.py", part, *work, limit=3000)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "FAIL" not in done.stdout
