@@ -37,7 +37,7 @@ from crossrl.sync.sender import Sent, WeightSender
 EOS, VOCABULARY, POSITIONS = 2, 200, 256
 BASE = "engine"
 LIMIT_S = 20.0
-START_S = 240
+START_S = 400  # a fifth of that on an idle machine
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import pytest
 
+from crossrl import settings
 from crossrl.algorithms import advantages, aggregation, kl, losses, schedule
 from crossrl.config import ConfigError, load_config
 from crossrl.config.keys import leaves
@@ -157,8 +158,34 @@ def test_validation_without_data_is_refused():
 
 
 def test_engines_that_are_not_here_say_what_to_do():
-    for name in ("vllm", "sglang"):
-        assert f"add {R}.name=hf" in problem(f"{R}.name={name}")
+    assert f"add {R}.name=hf" in problem(f"{R}.name=sglang")
+
+
+def test_processes_that_do_not_go_together_are_refused():
+    assert "several machines need Ray" in problem("trainer.nnodes=2", "cluster.launcher=local")
+    spread = (f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2")
+    assert "use one of 1, 3" in problem(*spread, "trainer.n_gpus_per_node=3")
+    load_config([*BASE, *spread, "trainer.n_gpus_per_node=3", f"{R}.replicas=1"])
+    assert "max_model_len=100 is less than" in problem(f"{R}.name=vllm", f"{R}.max_model_len=100")
+    assert "want the name of an engine first" in problem(f"+{R}.engine_kwargs.block_size=3")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ((), ("none", 1, 1, False)),
+        ((f"{R}.name=vllm",), ("local", 1, 1, False)),
+        ((f"{R}.replicas=2",), ("ray", 1, 2, True)),
+        (("trainer.n_gpus_per_node=2",), ("ray", 2, 2, True)),
+        (("trainer.n_gpus_per_node=2", "trainer.nnodes=3", f"{R}.replicas=1"), ("ray", 6, 1, True)),
+        (("cluster.launcher=ray",), ("ray", 1, 1, True)),
+        (("cluster.launcher=local",), ("local", 1, 1, False)),
+    ],
+)
+def test_where_a_run_has_its_processes(keys, expected):
+    cfg = load_config([*BASE, *keys]).config
+    found = settings.launcher(cfg), settings.processes(cfg), settings.replicas(cfg), settings.trains_apart(cfg)
+    assert found == expected
 
 
 @pytest.mark.parametrize(

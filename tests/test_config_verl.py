@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from crossrl import settings
 from crossrl.config import ConfigError, LoadedConfig, load_config
 from crossrl.config.describe import defaults
 from crossrl.config.keys import is_verl_key, leaves, our_key, verl_keys
@@ -18,11 +19,12 @@ from crossrl.config.spellings import ALIASES, VALUES
 ROOT = Path(__file__).parent
 BASE = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=model"]
 # Keys of ours that verl does not have.
-OWN_GROUPS = ("tape.", "cross.", "reward.overlong_buffer.")
+OWN_GROUPS = ("tape.", "cross.", "cluster.", "reward.overlong_buffer.")
 OWN_KEYS = {
     "algorithm.mask_truncated",
     "actor_rollout_ref.actor.recompute_old_log_prob",
     "actor_rollout_ref.rollout.own_weights",
+    "actor_rollout_ref.rollout.replicas",
     "reward.timeout_s",
     "trainer.seed",
     "trainer.num_threads",
@@ -76,10 +78,9 @@ def test_verls_grpo_launch_script_starts_with_one_override_for_the_engine(tmp_pa
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
         "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
         "actor_rollout_ref.ref.fsdp_config.param_offload": True,
-        "trainer.n_gpus_per_node": 8,
     }
-    assert [w for w in loaded.warnings if "trains in one process" in w]
-    assert cfg.trainer.n_gpus_per_node == 1
+    assert cfg.trainer.n_gpus_per_node == 8
+    assert (settings.processes(cfg), settings.replicas(cfg), settings.launcher(cfg)) == (8, 8, "ray")
 
 
 def test_every_argument_of_a_launch_script_is_either_applied_or_listed(tmp_path):
@@ -92,11 +93,20 @@ def test_every_argument_of_a_launch_script_is_either_applied_or_listed(tmp_path)
         assert not unseen, f"{script}: {sorted(unseen)}"
 
 
-def test_the_engine_of_a_launch_script_is_an_error_with_the_override_to_add(tmp_path):
+def test_with_its_own_engine_a_launch_script_keeps_its_processes(tmp_path):
+    cfg = launch("verl_launch_grpo.sh", tmp_path).config
+    rollout = cfg.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization) == ("vllm", 2, 0.6)
+    assert (settings.processes(cfg), settings.replicas(cfg), settings.launcher(cfg)) == (8, 4, "ray")
+    with pytest.raises(ConfigError, match=r"1 x .*n_gpus_per_node=7 = 7 processes are not a multiple .*=2"):
+        launch("verl_launch_grpo.sh", tmp_path, "trainer.n_gpus_per_node=7")
+
+
+def test_an_engine_that_is_not_here_is_an_error_with_the_override_to_add(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        launch("verl_launch_grpo.sh", tmp_path)
+        launch("verl_launch_grpo.sh", tmp_path, "actor_rollout_ref.rollout.name=sglang")
     (text,) = caught.value.problems
-    assert "actor_rollout_ref.rollout.name=vllm is not available" in text
+    assert "actor_rollout_ref.rollout.name=sglang is not available" in text
     assert "add actor_rollout_ref.rollout.name=hf" in text
 
 

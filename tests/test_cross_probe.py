@@ -179,6 +179,7 @@ def test_declared_bfloat16_is_rounding_and_its_weights_are_the_same(dump, side):
 def test_weights_come_from_a_checkpoint_where_the_tape_has_none(run, dump, tmp_path, monkeypatch):
     from crossrl.checkpoint import CheckpointStore
     from crossrl.cross.probe import side as module
+    from crossrl.models.loading import load_causal_lm
 
     a = dump()
     copy = tmp_path / "copy"
@@ -188,9 +189,7 @@ def test_weights_come_from_a_checkpoint_where_the_tape_has_none(run, dump, tmp_p
     with pytest.raises(ProbeError, match=r"weights before step 2 .*tape\.state=True"):
         make_dump(Request(copy, 2, tmp_path / "none"))
     weights, _ = module._recorded_weights(module.tape_of(run), run, 1)
-    model = module.load_causal_lm(
-        yaml.safe_load((run / "config.yaml").read_text())["actor_rollout_ref"]["model"]["path"]
-    )
+    model = load_causal_lm(yaml.safe_load((run / "config.yaml").read_text())["actor_rollout_ref"]["model"]["path"])
     model.load_state_dict(weights, strict=False)
     digests = {"weights": "", "optimizer": ""}
     CheckpointStore(copy).save(1, lambda folder: model.save_pretrained(folder / "model"), {}, digests, 0)

@@ -37,7 +37,7 @@ from crossrl.sync.messages import SyncError
 AGREE = 1e-4  # nat, between an engine's log-probs and the trainer's
 TOGETHER = 1e-5  # nat, between a request alone and the same one in a batch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])

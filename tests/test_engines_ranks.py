@@ -21,7 +21,7 @@ from crossrl.engines.train.dealing import deal
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.engines.train.group import TrainGroup
 from crossrl.engines.train.optimizer import norm_of
-from crossrl.engines.train.sharded import rows
+from crossrl.engines.train.sharding import rows
 from crossrl.engines.train.spec import TrainSpec
 
 # C24: lengths 1 to 9, one empty; the last one is truncated and masked.

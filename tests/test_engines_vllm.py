@@ -26,6 +26,7 @@ from engines_cases import (
     vllm_case,
     weights_of,
 )
+from models_for_tests import tiny
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from crossrl.engines.base import EngineError, Sampling
@@ -37,7 +38,7 @@ from crossrl.models.loading import tied_names
 from crossrl.sync.manifest import Manifest
 from crossrl.sync.messages import SyncError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 ASKED = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 4, 17, 60)]
 SAMPLING = Sampling(max_tokens=12)
 
@@ -308,6 +309,13 @@ def test_two_tensor_parallel_ranks_each_receive_and_prove_what_they_hold_togethe
         both.send(weights_of(initial()))
     finally:
         both.close()
+
+
+@pytest.mark.slow
+def test_a_model_for_which_vllm_has_no_kernel_fails_at_the_start_and_not_in_the_first_step(tmp_path: Path) -> None:
+    tiny("Llama", vocab_size=VOCABULARY, head_dim=16).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"cannot generate: .*head_dim=16 .*docs/how-to/vllm.md"):
+        vllm_case({"model": str(tmp_path)})
 
 
 @pytest.mark.slow

@@ -318,11 +318,14 @@ def test_who_asks_for_nothing_is_left_alone(fake, version):
     assert (done.returncode, done.stdout) == (0, "trained\n")
 
 
-def test_a_known_version_with_other_sources_is_refused_with_what_changed(fake):
-    done = run_fake(fake, "0.9.1", "++tape.mode=record")
+@pytest.mark.parametrize("version", ["0.9.1", "0.8.0", "0.7.1"])
+def test_a_known_version_with_other_sources_is_refused_with_what_changed(fake, version):
+    done = run_fake(fake, version, "++tape.mode=record")
     assert done.returncode == 1
     assert "patch verl.v0.fit refuses verl.trainer.ppo.ray_trainer:RayPPOTrainer.fit" in done.stderr
     assert "it was changed here" in done.stderr
+    needs_v1 = "there is no source file for verl.trainer.ppo.v1.trainer_base" in done.stderr
+    assert needs_v1 is SUPPORTED[version].v1
 
 
 def test_without_the_host_s_exit_verl_would_have_hidden_it(fake):

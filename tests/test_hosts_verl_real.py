@@ -46,6 +46,12 @@ def test_what_comes_from_a_record_is_what_verl_had_generated(cases):
     assert cases["reward keys"] == ["acc"]
 
 
+def test_scores_of_loaded_responses_are_those_of_this_run_s_reward(cases):
+    assert cases["scored anew"] == [3.0, 1.0, 5.0, 2.0]
+    assert cases["scored keys"] == [["tokens"], [3, 1, 5, 2]]
+    assert cases["besides"] == ["acc", "reward_extra_info", "rm_scores", "tokens"]
+
+
 def test_a_tensor_that_a_record_cannot_give_back_is_refused_by_name(cases):
     assert "routed_experts of verl's rollout cannot be rebuilt from a record" in cases["unknown tensor"]
 

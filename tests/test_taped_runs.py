@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from crossrl import placement
 from crossrl.batch import Batch, Ragged
 from crossrl.cli.train_command import open_reporter
 from crossrl.config import load_config
@@ -367,20 +368,18 @@ def test_only_the_stages_and_steps_asked_for_are_recorded(train, tmp_path):
 # Keys that are read when the configuration is checked and have one value here, or none but in another mode.
 READ_AT_LOADING = {
     "actor_rollout_ref.actor.strategy",
+    "cluster.sync_timeout",  # test_cluster_runs.py
     "actor_rollout_ref.rollout.do_sample",
     "actor_rollout_ref.rollout.prompt_length",
     "actor_rollout_ref.rollout.response_length",
     "algorithm.lam",
     "trainer.critic_warmup",
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
     "trainer.resume_from_path",
     # of an exchange (test_exchange.py) and of the cross-examination
     "trainer.share_data_dir",
     "trainer.share_data_heartbeat",
     "trainer.share_data_keep",
     "cross.env",
-    "cross.plant",
     "cross.python",
     "cross.remote",
 }
@@ -409,5 +408,11 @@ def test_every_documented_key_is_read_by_a_run_that_uses_everything(train, demo_
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     )  # fmt: skip
     with open_reporter(loaded) as reporter:
-        Trainer(loaded, reporter).fit()
+        trainer = Trainer(loaded, reporter)
+        trainer.fit()
+    apart = train.load("b", "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2").config
+    placement.engine_spec(apart, trainer.parts.tokenizer)
+    placement.replica_options(apart)
+    placement.ray_settings(apart)
+    placement.train_spec(apart)
     assert {path for path, leaf in leaves().items() if (leaf.owner, leaf.name) not in read} == READ_AT_LOADING

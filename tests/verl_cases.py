@@ -103,6 +103,24 @@ class Run:
         return found
 
 
+class Rewards:
+    """In the place of verl's reward workers: the score is the number of tokens, and there is a name that is new."""
+
+    def __init__(self) -> None:
+        self.reward_loop_workers, self.seen = [1, 2, 3], 0
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        self.seen = len(data)
+        width = data.batch["prompts"].shape[1]
+        lengths = data.batch["attention_mask"][:, width:].sum(1)
+        scores = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        scores[torch.arange(len(data)), lengths - 1] = lengths.float()
+        return DataProto.from_dict(
+            tensors={"rm_scores": scores}, non_tensors={"tokens": lengths.numpy()},
+            meta_info={"reward_extra_keys": ["tokens"]},
+        )  # fmt: skip
+
+
 def same(a: DataProto, b: DataProto) -> list[str]:
     """Names of what differs: tensors bit for bit, the rest by value and dtype."""
     odd = [k for k in {*a.batch.keys(), *b.batch.keys()} if k not in a.batch or k not in b.batch
@@ -123,6 +141,13 @@ def main(root: Any) -> dict[str, Any]:
         "passed through": one is first.native, "generated again": again.count, "differs": same(one, two),
         "reward keys": two.meta_info["reward_extra_keys"],
     }  # fmt: skip
+    scored = Run(root / "a", "cache")
+    scored.trainer.config.actor_rollout_ref.rollout.agent.default_agent_loop = "single_turn_agent"
+    scored.trainer.reward_loop_manager = Rewards()
+    three = scored.ask()
+    found["scored anew"] = three.batch["rm_scores"].sum(1).tolist()
+    found["scored keys"] = [three.meta_info["reward_extra_keys"], three.non_tensor_batch["tokens"].tolist()]
+    found["besides"] = sorted(set(same(one, three)))
     strange = Run(root / "b", "cache")
     strange.native.batch["routed_experts"] = torch.ones(4, 2)
     try:

@@ -1,6 +1,6 @@
 """CrossRL on real, unmodified verl 0.9.1, on a CPU: rollout skip, record, and exchange between two live runs.
 
-    python examples/verl/run.py [skip|record|exchange|untouched|all] [--trainer v0|v1|both] [--steps 3]
+    python examples/verl/run.py [record|skip|exchange|killed|untouched|all] [--trainer v0|v1|both] [--steps 3]
 
 Needs verl and what docs/how-to/use-with-verl.md names. A run takes a minute or two on two cores, most of it to start.
 Exits with 1 if a check fails.
@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from watched import HERE, Run, start, wait
 
 from crossrl.tape import RecordMissing, open_run
 
-PARTS = ("record", "skip", "exchange", "untouched")
+PARTS = ("record", "skip", "exchange", "killed", "untouched")
 TRAINERS = {"v0": "trainer.use_v1=False", "v1": "trainer.use_v1=True"}
 RECORD = "++tape.mode=record"
 
@@ -65,7 +66,7 @@ class Example:
     def alone(self) -> list[str]:
         """Digests of the weights after each step of a run by itself, recorded; it is made once."""
         if "record" not in self.runs:
-            self.finish(self.start("record", RECORD))
+            self.finish(self.start("record", RECORD, "trainer.val_before_train=True"))  # validation must not disturb
         return digests(self.runs["record"])
 
     # -- the parts ----------------------------------------------------------------------------------------------------
@@ -84,6 +85,12 @@ class Example:
         self.check("record: digests of all fields", count >= 4 * self.steps, f"{count} records: {', '.join(stages)}")
         befores = [tape.record(step, "update").header.info["state"]["before"]["weights"] for step in tape.steps()]
         self.check("record: no weights between updates", befores[1:] == alone[:-1], "after step i = before step i + 1")
+        again = self.start("replay", "++tape.mode=replay", f"++tape.replay_from={tape.layout.root}")
+        if self.finish(again):
+            held = again.requests == 0 and equal(digests(again), alone)
+            self.check(
+                "record: replayed, it ends as it did", held, f"{again.requests} requests, {last(digests(again))}"
+            )
         saved = saved_digest(self.runs["record"], self.steps)
         self.check("record: digest is of verl's own checkpoint", saved == alone[-1], f"{saved[:16]}")
 
@@ -109,11 +116,15 @@ class Example:
             named = "rollout.temperature" in other.log and other.requests == 0
             self.check("skip: another temperature is refused", named, "names rollout.temperature; nothing generated")
 
-    def exchange(self) -> None:
-        folder = self.work / f"{self.trainer}-share"
+    def pair(self, name: str) -> tuple[Path, list[Run]]:
+        """Two runs that exchange: their folder, and the side that infers, the side that trains."""
+        folder = self.work / f"{self.trainer}-{name}"
         subprocess.run(["rm", "-rf", str(folder)], check=True)
-        share = [RECORD, f"++trainer.share_data_dir={folder}", "++trainer.share_data_timeout=300"]
-        sides = [self.start(f"share-{role}", *share, f"++trainer.share_data={role}") for role in ("ckpt", "rollout")]
+        keys = [RECORD, f"++trainer.share_data_dir={folder}", "++trainer.share_data_timeout=300"]
+        return folder, [self.start(f"{name}-{r}", *keys, f"++trainer.share_data={r}") for r in ("ckpt", "rollout")]
+
+    def exchange(self) -> None:
+        _, sides = self.pair("share")
         if not self.finish(*sides):
             return
         infers, trains = sides
@@ -122,6 +133,20 @@ class Example:
         for side, what in ((infers, "infers"), (trains, "trains")):
             found = digests(side)
             self.check(f"exchange: side that {what} ends as the run alone", equal(found, self.alone()), last(found))
+
+    def killed(self) -> None:
+        """The side that trains is killed after its first checkpoint: the other must not wait for it."""
+        folder, (infers, trains) = self.pair("kill")
+        end = time.monotonic() + self.limit_s
+        while not (folder / "ckpt_0").exists() and time.monotonic() < end and not trains.poll(self.limit_s):
+            time.sleep(0.1)
+        trains.end()
+        began = time.monotonic()
+        if self.finish(infers, fails=True):
+            told = "died: its process is gone" in infers.log or "no sign of life" in infers.log
+            self.check(
+                "exchange: a side whose other side is killed ends", told, f"{time.monotonic() - began:.0f} s later"
+            )
 
     def untouched(self) -> None:
         """Of the synchronous trainer alone: without the host the other trains in the order in which samples come."""

@@ -77,7 +77,7 @@ def _apart(cfg: RunConfig, tokenizer: Any, logs: Path | None) -> Engines:
     launcher, end = _launcher(cfg, logs)
     closing: list[Callable[[], None]] = [end]
     try:
-        replicas = Replicas(launcher, engine_spec(cfg, tokenizer), _replica_options(cfg), os.environ)
+        replicas = Replicas(launcher, engine_spec(cfg, tokenizer), replica_options(cfg), os.environ)
         closing.append(replicas.close)
         reference: TrainEngine | None = None
         if settings.trains_apart(cfg):
@@ -140,7 +140,7 @@ def _gpu_share(cfg: RunConfig) -> float:
     return 0.3 if device_of(cfg).type == "cuda" else 0.0
 
 
-def _replica_options(cfg: RunConfig) -> ReplicaOptions:
+def replica_options(cfg: RunConfig) -> ReplicaOptions:
     return ReplicaOptions(
         count=settings.replicas(cfg),
         gpus=_gpu_share(cfg),
@@ -251,7 +251,7 @@ def limits_of(cfg: RunConfig, frozen: bool = False) -> tuple[int | None, int | N
     actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
     size = ref.log_prob_micro_batch_size_per_gpu if frozen else actor.ppo_micro_batch_size_per_gpu
     tokens = ref.log_prob_max_token_len_per_gpu if frozen else actor.ppo_max_token_len_per_gpu
-    by_tokens = size is None or (ref.log_prob_use_dynamic_bsz if frozen else actor.use_dynamic_bsz)
+    by_tokens = (ref.log_prob_use_dynamic_bsz if frozen else actor.use_dynamic_bsz) or size is None
     return (None, tokens) if by_tokens else (size, None)
 
 

@@ -28,6 +28,7 @@ COMMANDS = (
     "faults",
     "verdict",
     "patches",
+    "weights",
 )
 
 DESCRIPTION = """\

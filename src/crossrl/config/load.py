@@ -28,10 +28,21 @@ MUST_EQUAL = {
 }
 
 
+# Keys of ours that mean something to this engine alone.
+VLLM_ONLY = tuple(
+    f"actor_rollout_ref.rollout.{name}"
+    for name in (
+        "tensor_model_parallel_size", "gpu_memory_utilization", "free_cache_engine", "enforce_eager",
+        "enable_prefix_caching", "max_model_len", "engine_kwargs",
+    )
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
     """``config``: resolved and checked. ``applied``: what the user set, under our names. ``no_effect``: keys and
-    values that are valid in verl and mean nothing here. ``warnings``: what the user should know before it runs."""
+    values that are valid and mean nothing here, or nothing to the chosen engine. ``warnings``: what the user should
+    know before it runs."""
 
     config: RunConfig
     applied: tuple[tuple[str, Any], ...]
@@ -66,6 +77,8 @@ def load_config(
     problems += _unequal(no_effect, flatten(config)) + wrong
     if problems:
         raise ConfigError(problems)
+    if config.actor_rollout_ref.rollout.name != "vllm":
+        no_effect |= {path: v for path, v in applied.items() if path.startswith(VLLM_ONLY)}
     listed = tuple((path, v) for path, v in no_effect.items() if path not in MUST_EQUAL)
     return LoadedConfig(config, tuple(applied.items()), listed, (*warnings, *more))
 

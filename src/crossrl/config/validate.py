@@ -193,8 +193,9 @@ def _engine(c: RunConfig) -> list[str]:
             f"{key}.name={rollout.name} is not available in this version: add {key}.name=hf, the embedded engine, or "
             f"{key}.name=vllm"
         )
-    if set(rollout.engine_kwargs) - set(ENGINES):
-        odd = sorted(set(rollout.engine_kwargs) - set(ENGINES))[0]
+    known = {*ENGINES, "trtllm"}  # the last one is verl's
+    if set(rollout.engine_kwargs) - known:
+        odd = sorted(set(rollout.engine_kwargs) - known)[0]
         problems.append(f"{key}.engine_kwargs.{odd}: want the name of an engine first, as in {key}.engine_kwargs.vllm")
     needed = c.data.max_prompt_length + c.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < needed:

@@ -89,7 +89,7 @@ class Update:
         self.engine.weight_version = at.step
         if self.digest:
             state["after"] = self.digest("after")
-            state["engine"] = dict(self.engine.state().scalars)
+            state["engine"] = self.engine.scalars()
         seen = Batch.concat(first_pass)
         out = seen.take(seen.index_of(batch.sample_id))
         return Batch(

@@ -26,7 +26,8 @@ from crossrl.engines.base import EngineState, Sampling, TrainEngine
 from crossrl.engines.rollout import hf
 from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.train.fsdp import FsdpTrainEngine
-from crossrl.models.loading import distinct_parameters, load_causal_lm
+from crossrl.engines.train.saving import model_of
+from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
 from crossrl.placement import autocast_of, open_engines
 from crossrl.stages.base import At, Stage
@@ -169,8 +170,8 @@ def _recorded_weights(tape: RunTape, run: Path, after: int) -> tuple[dict[str, t
             return dict(EngineState.from_named(record.state(), {}).weights), str(record.path)
     store = CheckpointStore(run)
     if after in store.steps():
-        path = store.load(store.path(after)).path / "model"
-        return {n: p.detach() for n, p in distinct_parameters(load_causal_lm(path))}, str(path)
+        path = store.load(store.path(after)).path
+        return {n: p.detach() for n, p in distinct_parameters(model_of(path))}, str(path / "model")
     raise ProbeError(
         f"the weights before step {after + 1} are neither on the tape nor in a checkpoint of {run}: record with "
         f"tape.state=True, or save with trainer.save_freq, or probe step 1"

@@ -6,7 +6,6 @@ generation can be ended from another thread, and each result is joined with its 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,12 @@ from crossrl.engines.rollout.transaction import dtype_name
 from crossrl.engines.rollout.vllm_environment import HOW_TO, check_environment, require_vllm
 from crossrl.engines.rollout.vllm_options import VllmOptions, check_names, engine_arguments, lowest_temperature
 from crossrl.engines.rollout.vllm_outputs import sampled, scored
+from crossrl.engines.rollout.vllm_requests import Requests, to_sample, to_score
 from crossrl.models.digest import weights_digest
 
 if TYPE_CHECKING:
     from crossrl.engines.rollout.vllm_worker import VllmTarget
     from crossrl.sync.receiver import Received
-
-SEED_BITS = 2**63 - 1  # vLLM takes signed seeds, and -1 as none
 
 
 class VllmEngine:
@@ -49,8 +47,8 @@ class VllmEngine:
         check_environment()
         self.options, self.weight_version = options, options.weight_version
         self._condition = Condition()
-        self._calls = itertools.count()
         self._llm = _started(options)
+        self._requests = Requests(self._llm, self._condition)
         config = self._llm.vllm_config
         self._positions = int(config.model_config.max_model_len)
         self._dtype = config.model_config.dtype
@@ -58,6 +56,18 @@ class VllmEngine:
         self._workers = int(config.parallel_config.world_size)
         found = self._rpc("crossrl_set_up", options.receives, options.weight_version)[0]
         check_names(options.model, found)
+        self._try()
+
+    def _try(self) -> None:
+        """One token, so that a model for which vLLM has no kernel fails here and not in the first step of a run."""
+        try:
+            self.generate([np.zeros(1, np.int32)], [0], Sampling(temperature=0.0, max_tokens=1, ignore_eos=True))
+            self.clear_prefix_cache()
+        except Exception as error:
+            raise EngineError(
+                f"vLLM starts with {self.options.model} and cannot generate: {type(error).__name__}: {error} "
+                f"(which head dimensions it has kernels for on a CPU: {HOW_TO})"
+            ) from error
 
     # --- generating ---------------------------------------------------------------------------------------------
 
@@ -73,9 +83,9 @@ class VllmEngine:
         self._condition.require_usable("generate")
         check_requests(prompts, seeds, sampling, self._positions, "vLLM (max_model_len)")
         lowest_temperature(sampling.temperature)
-        parameters = [self._sampling(sampling, int(seed)) for seed in seeds]
-        outputs = self._run("the generation", [_ids(p) for p in prompts], parameters, progress)
         stops = () if sampling.ignore_eos else self.options.eos_token_ids
+        parameters = [to_sample(sampling, int(seed), stops) for seed in seeds]
+        outputs = self._requests.run("the generation", [_ids(p) for p in prompts], parameters, progress)
         rows = [sampled(i, output, sampling.max_tokens, stops) for i, output in enumerate(outputs)]
         return Generation(
             response_ids=Ragged.from_rows([row.tokens for row in rows], np.int32),
@@ -85,112 +95,23 @@ class VllmEngine:
             weight_version=self.weight_version,
         )
 
-    def _sampling(self, sampling: Sampling, seed: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=seed & SEED_BITS,
-            stop_token_ids=[] if sampling.ignore_eos else list(self.options.eos_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
     def score(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float) -> Ragged:
         """See ``RolloutEngine.score``. Each sequence is one prefill; the prefix cache is neither read nor needed."""
         self._condition.require_usable("score")
         check_scored(prompts, responses, temperature, self._positions, "vLLM (max_model_len)")
         asked = [i for i, response in enumerate(responses) if len(response)]
         inputs = [_ids(prompts[i]) + _ids(responses[i])[:-1] for i in asked]
-        parameters = [self._scoring(int(responses[i][-1])) for i in asked]
+        parameters = [to_score(int(responses[i][-1])) for i in asked]
         try:
             if not all(self._rpc("crossrl_divide_logits", temperature)):
                 raise EngineError("score: this model has no LogitsProcessor through which vLLM could apply temperature")
-            outputs = self._run("the scoring", inputs, parameters, None) if asked else []
+            outputs = self._requests.run("the scoring", inputs, parameters) if asked else []
         finally:
             self._rpc("crossrl_divide_logits", 1.0)
         rows = [np.zeros(0, np.float32)] * len(responses)
         for i, output in zip(asked, outputs, strict=True):
             rows[i] = scored(i, output, _ids(responses[i]))
         return Ragged.from_rows(rows, np.float32)
-
-    def _scoring(self, last: int) -> Any:
-        """The last token is scored where it would be sampled, so that a sequence may use every position."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            ignore_eos=True,
-            prompt_logprobs=0,
-            logprob_token_ids=[last],
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _run(
-        self,
-        what: str,
-        prompts: list[list[int]],
-        parameters: list[Any],
-        progress: Callable[[int, int], None] | None,
-    ) -> list[Any]:
-        """vLLM's output of each request, in the order of the requests.
-
-        Waits for: all requests to finish. Unblocked by: their end, ``abort``, an exception of vLLM's, vLLM having
-        nothing left to do. No limit of its own: it is bounded by ``max_tokens``.
-        """
-        call, llm = next(self._calls), self._llm
-        waiting: dict[str, int] = {}
-        outputs: list[Any] = [None] * len(prompts)
-        with self._condition.running(what):
-            try:
-                for i, (ids, params) in enumerate(zip(prompts, parameters, strict=True)):
-                    name = f"crossrl-{call}-{i}"
-                    self._add(i, name, ids, params)
-                    waiting[name] = i
-                while waiting:
-                    self._condition.check_abort(len(prompts) - len(waiting), len(prompts))
-                    finished = [output for output in llm.step() if output.finished]
-                    for output in finished:
-                        if (i := waiting.pop(output.request_id, -1)) < 0:
-                            raise EngineError(f"vLLM answered a request that is not waited for: {output.request_id}")
-                        outputs[i] = output
-                    if finished and progress is not None:
-                        progress(len(prompts) - len(waiting), len(prompts))
-                    if waiting and not llm.has_unfinished_requests():
-                        raise EngineError(
-                            f"vLLM dropped {len(waiting)} requests, such as request {min(waiting.values())}"
-                        )
-            except BaseException as error:
-                self._give_up(list(waiting), error)
-                raise
-        return outputs
-
-    def _add(self, i: int, name: str, ids: list[int], params: Any) -> None:
-        try:
-            self._llm.add_request(name, {"prompt_token_ids": ids}, params)
-        except ValueError as error:
-            raise EngineError(f"vLLM refuses request {i}: {error}") from error
-
-    def _give_up(self, requests: list[str], error: BaseException) -> None:
-        """Take the requests back. After an exception of vLLM's own its state is unknown: it is not used again."""
-        try:
-            self._llm.abort_request(requests)
-            while self._llm.has_unfinished_requests():
-                self._llm.step()
-        except Exception as second:
-            self._condition.broken = f"vLLM failed while requests were taken back: {type(second).__name__}: {second}"
-        if isinstance(error, Exception) and not isinstance(error, EngineError):
-            self._condition.broken = f"vLLM failed: {type(error).__name__}: {error}"
 
     def abort(self) -> str:
         """See ``RolloutEngine.abort``. Waits for: nothing. The running call ends after vLLM's present step."""

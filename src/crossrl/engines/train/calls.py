@@ -51,16 +51,16 @@ class Calls:
         return self._call(self.workers[:1], method, [args], what)[0]
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Ends all processes. Waits for: what they let go of. Limit: ``CLOSE_S``."""
         if not self._ended:
-            self._ended = "it was closed"
             with contextlib.suppress(WorkerError):  # all at once: ranks may wait for each other at the end
                 collect([w.start("close") for w in self.workers], "close", CLOSE_S)
+            self._end("they were closed")  # nothing is left that could be lost
         close_all(self.workers)
 
     def _call(self, workers: Sequence[Worker], method: str, calls: Sequence[tuple[Any, ...]], what: str) -> list[Any]:
         if self._ended:
-            raise EngineError(f"the ranks that train are not there any more: {self._ended}")
+            raise EngineError(f"the ranks are not there any more: {self._ended}")
         try:
             answers = self._answers([w.start(method, *args) for w, args in zip(workers, calls, strict=True)], what)
         except BaseException as error:

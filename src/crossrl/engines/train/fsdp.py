@@ -18,9 +18,10 @@ from crossrl.engines.memory import keep_freed_memory
 from crossrl.engines.train import saving
 from crossrl.engines.train.changes import Changes
 from crossrl.engines.train.facts import facts_of
-from crossrl.engines.train.micro_batches import MicroBatch, split
+from crossrl.engines.train.micro_batches import MicroBatch, flat_index, split
 from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, check_fit, copy_all, local
 from crossrl.engines.train.sending import Layout, Sending
+from crossrl.engines.train.trouble import check_scalars, gradient_trouble, log_prob_trouble
 from crossrl.models.digest import weights_digest
 from crossrl.models.linear import accumulating
 from crossrl.models.loading import distinct_parameters
@@ -319,31 +320,3 @@ class FsdpTrainEngine:
     def _group(self) -> Any:
         """The process group for reading and writing shards."""
         return None
-
-
-def check_scalars(scalars: Mapping[str, Any]) -> None:
-    for key in ("steps_done", "weight_version"):
-        if not isinstance(scalars.get(key), int):
-            raise EngineError(f"engine state: {key} is {scalars.get(key)!r}, want an integer")
-
-
-def gradient_trouble(norm: float, bad: Sequence[str]) -> str:
-    return (
-        f"the gradient norm is {norm}; {len(bad)} parameters have gradients that are not finite "
-        f"(first: {list(bad[:3])}). The optimizer did not step and the weights are unchanged"
-    )
-
-
-def log_prob_trouble(batch: Batch, values: np.ndarray) -> str:
-    """ "" if all are finite."""
-    if np.isfinite(values).all():
-        return ""
-    bad = int(batch.ragged("response_ids").sample_index[np.flatnonzero(~np.isfinite(values))[0]])
-    return f"the log-probs of sample {batch.sample_id[bad]} are not finite; the weights may have diverged"
-
-
-def flat_index(column: Ragged, samples: np.ndarray) -> np.ndarray:
-    """int64: where the values of ``samples``, one after the other, are in ``column.values``."""
-    lengths = column.lengths[samples]
-    ends = np.cumsum(lengths)
-    return np.arange(int(lengths.sum())) + np.repeat(column.offsets[samples] - (ends - lengths), lengths)

@@ -17,12 +17,14 @@ from crossrl.engines.base import EngineError, EngineState, Objective, StepResult
 from crossrl.engines.train.beats import listen
 from crossrl.engines.train.calls import Calls
 from crossrl.engines.train.dealing import deal
-from crossrl.engines.train.fsdp import LOSS_FIELDS, PARTS, check_scalars, flat_index
+from crossrl.engines.train.fsdp import LOSS_FIELDS, PARTS
+from crossrl.engines.train.micro_batches import flat_index
 from crossrl.engines.train.optimizer import check_fit
-from crossrl.engines.train.saving import MODEL
+from crossrl.engines.train.saving import MODEL, check_shards
 from crossrl.engines.train.sending import Layout
-from crossrl.engines.train.sharded import rows
+from crossrl.engines.train.sharding import rows
 from crossrl.engines.train.spec import TrainSpec
+from crossrl.engines.train.trouble import check_scalars
 from crossrl.engines.train.wire import pack, unpack
 
 if TYPE_CHECKING:
@@ -167,8 +169,13 @@ class TrainGroup:
         return self._whole("weights")
 
     def save(self, folder: Path, tokenizer: Any = None) -> None:
-        """See ``TrainEngine.save``. ``folder`` must be reachable by every rank under this path."""
+        """See ``TrainEngine.save``. ``folder`` must be one folder for this process and for every rank."""
         self._calls.all("save", f"write their part of {folder}", str(folder))
+        if self.world > 1:
+            try:
+                check_shards(folder, EngineState(*(_empty(self._layout[part]) for part in PARTS)).named())
+            except EngineError as error:
+                raise OSError(f"{error}. All ranks must write to the same file system as this process") from error
         if tokenizer is not None:
             tokenizer.save_pretrained(folder / MODEL)
 

@@ -87,3 +87,10 @@ def _micro_batch(pieces: list[_Piece], prompts: Ragged, responses: Ragged) -> Mi
     groups = tuple(Group(prompts.row(p.samples[0]), tuple(responses.row(i) for i in p.samples)) for p in pieces)
     samples = np.array([i for p in pieces for i in p.samples], dtype=np.int64)
     return MicroBatch(groups, samples, sum(p.tokens for p in pieces))
+
+
+def flat_index(column: Ragged, samples: np.ndarray) -> np.ndarray:
+    """int64: where the values of ``samples``, one after the other, are in ``column.values``."""
+    lengths = column.lengths[samples]
+    ends = np.cumsum(lengths)
+    return np.arange(int(lengths.sum())) + np.repeat(column.offsets[samples] - (ends - lengths), lengths)

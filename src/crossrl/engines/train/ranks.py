@@ -39,6 +39,8 @@ class Ranks:
         if rendezvous.rpartition(":")[0] in LOOPBACK:  # a host name that does not resolve is then no obstacle
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         cuda = device.type == "cuda"
+        if cuda and not torch.cuda.device_count():
+            raise EngineError(f"rank {rank} was asked to train on {device}, and its process sees no GPU")
         self.device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)

@@ -136,20 +136,21 @@ def export_hf(checkpoint: Path, folder: Path, trust_remote_code: bool = False) -
     if not is_sharded(checkpoint):
         shutil.copytree(source, folder, dirs_exist_ok=True)
         return
-    model = model_of_shards(checkpoint, trust_remote_code)
+    model = model_of(checkpoint, trust_remote_code)
     has_tokenizer = (source / "tokenizer_config.json").is_file()
     save_hf(model, load_tokenizer(source, trust_remote_code) if has_tokenizer else None, folder)
 
 
-def model_of_shards(checkpoint: Path, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a sharded checkpoint, whole, on the CPU."""
-    weights = {n: t for n, t in _found(checkpoint / SHARDS).items() if n.startswith("weights/")}
-    source = checkpoint / MODEL
+def model_of(checkpoint: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a checkpoint, on the CPU: in float32, or as the shards have it."""
+    source, shards = checkpoint / MODEL, checkpoint / SHARDS
+    if not is_sharded(checkpoint):
+        return load_causal_lm(source, trust_remote_code=trust_remote_code)
+    weights = {n: t for n, t in _found(shards).items() if n.startswith("weights/")}
     config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
     dtype = next(iter(weights.values())).dtype
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    into = {f"weights/{name}": p.detach() for name, p in distinct_parameters(model)}
-    read_shards(checkpoint, into)
+    read_shards(checkpoint, {f"weights/{name}": p.detach() for name, p in distinct_parameters(model)})
     return model.eval()
 
 

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from crossrl.batch import Batch
 from crossrl.engines.base import EngineError, EngineState, LossInput, Objective
 from crossrl.engines.train import saving
-from crossrl.engines.train.fsdp import PARTS, FsdpTrainEngine, check_scalars, gradient_trouble, log_prob_trouble
+from crossrl.engines.train.fsdp import PARTS, FsdpTrainEngine
 from crossrl.engines.train.micro_batches import MicroBatch
 from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, check_fit, local
 from crossrl.engines.train.ranks import Agreed, Ranks
+from crossrl.engines.train.sharding import rows, shard
+from crossrl.engines.train.trouble import check_scalars, gradient_trouble, log_prob_trouble
 from crossrl.models.digest import passing_digest, weights_digest
 from crossrl.models.layout import Group
-from crossrl.models.policy import Policy
 from crossrl.sync.messages import describe
 
 if TYPE_CHECKING:
@@ -66,19 +65,7 @@ class ShardedTrainEngine(FsdpTrainEngine):
             raise EngineError(
                 f"ranks {other} have loaded other weights than rank 0: the model folder is not the same everywhere"
             )
-        self._root: Any = _Root(self.policy)  # fully_shard makes it an FSDPModule as well
-        keep = None if self._reshard else False
-        # Half precision is summed in single: the sum over ranks is then the sum over micro-batches.
-        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        for module in [*_layers(self.model), self._root]:
-            fully_shard(module, mesh=self.ranks.mesh, reshard_after_forward=keep, mp_policy=precision)
-        modules: list[Any] = [m for m in self._root.modules() if isinstance(m, FSDPModule)]
-        self._sharded: list[FSDPModule] = modules
-        for sharded in self._sharded:
-            sharded.set_gradient_divide_factor(1.0)  # a sum and not a mean
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor in it
-            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # from PyTorch 2.12 on
-                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        self._root, self._sharded = shard(self.policy, self.ranks.mesh, self._reshard)
 
     def _rounds(self, batch: Batch, skip: np.ndarray | None) -> list[MicroBatch]:
         """This rank's micro-batches, and nothing as often as another has more."""
@@ -247,14 +234,18 @@ class ShardedTrainEngine(FsdpTrainEngine):
 
     def send(self, version: int) -> Sent:
         """See ``TrainEngine.send``. On ranks but the first it takes part, and returns None."""
-        changed = self.changed
-        with closing(self.whole("weights")) as named:
-            if self.ranks.rank:
-                found: Any = list(named) or None
-            else:
-                found = self._sending.send(version, self.layout(), self.facts.tied, named, changed)
-        self.sent()
-        return found
+        changed, found = self.changed, None
+        try:
+            with closing(self.whole("weights")) as named:
+                if self.ranks.rank == 0:
+                    found = self._sending.send(version, self.layout(), self.facts.tied, named, changed)
+                else:
+                    list(named)
+        finally:
+            arrived = self.ranks.all(found is not None)[0]
+        if arrived:
+            self.sent()
+        return found  # type: ignore[return-value]
 
     def close(self) -> None:
         super().close()
@@ -268,40 +259,3 @@ class ShardedTrainEngine(FsdpTrainEngine):
             self.ranks.agree(problem, None)
         except Agreed as error:
             raise OSError(str(error)) from None
-
-
-def rows(count: int, rank: int, world: int) -> slice:
-    """Which of ``count`` rows ``rank`` of ``world`` holds. FSDP2 gives the last ones fewer, or none.
-
-    >>> [rows(5, rank, 4) for rank in range(4)]
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None), slice(5, 5, None)]
-    """
-    size = -(-count // world)
-    return slice(min(count, rank * size), min(count, (rank + 1) * size))
-
-
-class _Root(torch.nn.Module):
-    """Embedding, norm and head, which are one group of weights: they are whole while this runs ``Policy.log_probs``."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        self.model, self._policy = policy.model, policy
-
-    def forward(
-        self, groups: Sequence[Group], temperature: float, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        log_p, h, sequence = self._policy.log_probs(groups, temperature, entropy)
-        return log_p.clone(), None if h is None else h.clone(), sequence  # FSDP wants no views: their hooks can be lost
-
-
-def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The outermost repeated blocks; each is gathered when it is its turn."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    found: list[torch.nn.Module] = []
-    inside: set[torch.nn.Module] = set()
-    for module in model.modules():
-        if module in inside or not (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names):
-            continue
-        found.append(module)
-        inside |= set(module.modules())
-    return found

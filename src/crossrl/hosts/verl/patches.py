@@ -11,12 +11,14 @@ from typing import Any
 
 from crossrl.hosts.verl.fingerprints import FINGERPRINTS, RAY_TRAINER, V1_TRAINER
 from crossrl.hosts.verl.plugin import asked
+from crossrl.hosts.verl.versions import SUPPORTED, installed
 from crossrl.patching import Patch
 from crossrl.patching.patch import Mode
 
 Original = Callable[..., Any]
 # Who asked for nothing is not to be stopped by a verl that was changed; who did must not run without.
 MODE: Mode = "strict" if asked() else "warn"
+HAS_V1 = installed() not in SUPPORTED or SUPPORTED[str(installed())].v1
 WHY = "records, replays and exchanges the steps of verl's trainer (docs/how-to/use-with-verl.md)"
 
 
@@ -58,10 +60,10 @@ def with_update(original: Original) -> Original:
     return update_actor
 
 
-def _patch(name: str, target: str, wrapper: Callable[[Original], Original]) -> Patch:
+def _patch(name: str, target: str, wrapper: Callable[[Original], Original], on: bool = True) -> Patch:
     return Patch(
         name=name, target=target, distribution="verl", fingerprints=FINGERPRINTS[target], wrapper=wrapper, why=WHY,
-        required=False, mode=MODE,
+        required=False, mode=MODE, on=on,
     )  # fmt: skip
 
 
@@ -71,8 +73,8 @@ V0 = (
     _patch("verl.v0.update-actor", f"{RAY_TRAINER}._update_actor", with_update),
 )
 V1 = (
-    _patch("verl.v1.init", f"{V1_TRAINER}.init", with_settings),
-    _patch("verl.v1.fit", f"{V1_TRAINER}.fit", with_session),
-    _patch("verl.v1.update-actor", f"{V1_TRAINER}._update_actor", with_update),
+    _patch("verl.v1.init", f"{V1_TRAINER}.init", with_settings, HAS_V1),
+    _patch("verl.v1.fit", f"{V1_TRAINER}.fit", with_session, HAS_V1),
+    _patch("verl.v1.update-actor", f"{V1_TRAINER}._update_actor", with_update, HAS_V1),
 )
 PATCHES = (*V0, *V1)

@@ -14,6 +14,7 @@ import atexit
 import os
 import re
 import sys
+from pathlib import Path
 
 from crossrl.hosts.verl.versions import SUPPORTED, installed
 from crossrl.patching import PatchError, carry, install
@@ -49,12 +50,17 @@ def load() -> None:
             os.environ[SWITCH] = "1"  # for the modes of the patches, and for children
             _require_sources()
         install(PATCHES)
-        if wanted and PATCHES not in os.environ.get("CROSSRL_PATCHES", "").split(","):  # else: a child, which has them
+        if wanted and not _in_ray_worker():
             carry()
             atexit.register(_refuse_silence)
     except Exception as error:
         if wanted:
             raise SystemExit(f"crossrl: the verl host cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _in_ray_worker() -> bool:
+    """Workers have what their driver has; the driver is who carries it, and who answers for the run."""
+    return Path(sys.argv[0]).parts[-2:] == ("workers", "default_worker.py") if sys.argv else False
 
 
 def _require_version() -> None:
@@ -67,8 +73,11 @@ def _require_version() -> None:
 
 
 def _require_sources() -> None:
-    """All patches fit the sources that are installed; none is imported for that."""
-    bad = [s for s in on_disk([PATCHES]) if s.state in ("refused", "failed")]
+    """All patches that this version needs fit the sources that are installed; none is imported for that."""
+    from crossrl.hosts.verl.patches import PATCHES as KNOWN  # which asks this module who asked
+
+    needed = {patch.name for patch in KNOWN if installed() in patch.fingerprints}
+    bad = [s for s in on_disk([PATCHES]) if s.name in needed and s.state in ("refused", "failed")]
     if bad:
         raise PatchError("; ".join(s.note for s in bad))
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from crossrl.batch import Batch, Meaning, Ragged
+from crossrl.batch import Batch, Meaning
 from crossrl.hosts.verl.adapter import Adapter
 from crossrl.hosts.verl.checkpoints import Checkpoints
 from crossrl.hosts.verl.curves import Rows, row_of
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.facts import IGNORE, OWN, Facts
+from crossrl.hosts.verl.meanings import computed, sampled
 from crossrl.hosts.verl.settings import Settings
 from crossrl.hosts.verl.stages import Generate, Update, computed_stages
 from crossrl.hosts.verl.versions import installed
@@ -137,7 +136,12 @@ class Session:
         """How to read responses: decoder, end tokens, longest length, what their log-probs are."""
         end = self.trainer.tokenizer.eos_token_id
         ends = frozenset(end if isinstance(end, list) else [end] if end is not None else [])
-        return self.decode, ends, int(self.config.actor_rollout_ref.rollout.response_length), self._sampled()
+        return (
+            self.decode,
+            ends,
+            int(self.config.actor_rollout_ref.rollout.response_length),
+            sampled(self.config, self.version),
+        )
 
     def decode(self, ids: list[int]) -> str:
         return str(self.trainer.tokenizer.decode(ids, skip_special_tokens=True))
@@ -146,35 +150,9 @@ class Session:
         """The weights' version of each sample: as the engine reported it, else the trainer's."""
         return [int(v) if v is not None else self.version for v in reported]
 
-    def computed(
-        self,
-        ids: Sequence[str],
-        column: Callable[..., Ragged | None],
-        scores: Any,
-        rewards: Any,
-        extra: list[dict[str, Any]],
-        responses: list[str],
-        response_ids: Ragged,
-    ) -> Batch:
-        """What a step has computed before the update, by the names of our schema. ``column``: of verl's, by name."""
-        found: dict[str, Any] = {
-            "response": responses, "response_ids": response_ids,
-            "score": np.asarray(scores, np.float64), "reward": np.asarray(rewards, np.float64),
-            "reward_status": ["ok"] * len(ids), "reward_extra": extra,
-            "loss_mask": column("response_mask", np.uint8),
-            "old_log_probs": column("old_log_probs"), "entropy": column("entropy"),
-            "ref_log_probs": column("ref_log_prob"), "advantages": column("advantages"),
-            "is_weights": column("rollout_is_weights"), "rollout_log_probs": column("rollout_log_probs"),
-        }  # fmt: skip
-        there = {name: value for name, value in found.items() if value is not None}
-        temperature, arr = float(self.config.actor_rollout_ref.rollout.temperature), self.config.actor_rollout_ref
-        correction = self.config.algorithm.get("rollout_correction") or {}
-        trained = Meaning(temperature, "none", str(arr.actor.strategy), self.version)
-        meanings = {
-            "old_log_probs": self._sampled() if correction.get("bypass_mode") else trained,
-            "ref_log_probs": Meaning(temperature, "none", str(arr.actor.strategy), 0),
-        }
-        return Batch(tuple(ids), there, {k: m for k, m in meanings.items() if k in there})
+    def computed(self, *parts: Any) -> Batch:
+        """What the step has computed before the update: see ``meanings.computed``."""
+        return computed(self.config, self.version, *parts)
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 
@@ -311,13 +289,6 @@ class Session:
 
     def _fingerprint(self, stage: str, split: Split) -> dict[str, Any]:
         return self.facts.of(stage, self.weights() if stage in ("rollout", "old_log_prob") else "")
-
-    def _sampled(self) -> Meaning:
-        """Of the sampler's log-probs: verl asks its engines for those after temperature and truncation."""
-        rollout = self.config.actor_rollout_ref.rollout
-        rules = [f"top_k={rollout.top_k}"] if int(rollout.top_k) > 0 else []
-        rules += [f"top_p={rollout.top_p}"] if float(rollout.top_p) < 1 else []
-        return Meaning(float(rollout.temperature), ",".join(rules) or "none", str(rollout.name), self.version)
 
 
 def _text(error: BaseException) -> str:
