@@ -81,12 +81,12 @@ def run(part: Part, settings: dict[str, Any], limit_s: float) -> dict[str, Any]:
             why = f"took more than its {limit_s:.0f} s"
         finally:
             end_group(process)
-        seconds = round(time.monotonic() - started, 1)
+        took = round(time.monotonic() - started, 1)
         if why or not out.exists():
             said = log.read_text(errors="replace")[-6000:]
-            return {"state": "failed", "seconds": seconds, "why": why or "it wrote nothing", "log": said}
+            return {"state": "failed", "took_s": took, "why": why or "it wrote nothing", "log": said}
         found = json.loads(out.read_text())
-        return {"state": "wrong" if found["wrong"] else "ok", "seconds": seconds, **found}
+        return {"state": "wrong" if found["wrong"] else "ok", "took_s": took, **found}
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
@@ -157,7 +157,7 @@ def main() -> int:
             found = run(part, settings, left if args.rehearse else min(part.limit_s, left))
         results["parts"][part.name] = found
         args.out.write_text(json.dumps(results, indent=1))
-        print(f"\n== {part.name}: {found['state']}, {found.get('seconds', 0)} s\n{shown(found)}", flush=True)
+        print(f"\n== {part.name}: {found['state']}, {found.get('took_s', 0)} s\n{shown(found)}", flush=True)
     return 0 if all(r["state"] in ("ok", "skipped") for r in results["parts"].values()) else 1
 
 
@@ -168,7 +168,7 @@ def shown(found: dict[str, Any]) -> str:
         keep = ("timing_s/", "perf/", "rollout_corr/", "training/rollout")
         found = {**found, "steps": {k: v for k, v in steps[-1].items() if k.startswith(keep)}}
         found["device_mib"] = found["device_mib"].get("highest")
-    return json.dumps({k: v for k, v in found.items() if k not in ("state", "seconds")}, indent=1)[:6000]
+    return json.dumps({k: v for k, v in found.items() if k not in ("state", "took_s")}, indent=1)[:6000]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import select
+import shutil
 import statistics
 import subprocess
 import sys
@@ -174,6 +175,9 @@ def read_arguments() -> argparse.Namespace:
         parser.error(f"--ways: unknown {', '.join(unknown)}; known: {', '.join(WAYS)}")
     if not (Path(args.model) / "config.json").is_file():
         parser.error(f"--model: {args.model} has no config.json; crossrl model smollm2 --out {args.model} makes one")
+    for key in ("vllm_python", "trl_python"):
+        if not shutil.which(getattr(args, key)):
+            parser.error(f"--{key.replace('_', '-')}: {getattr(args, key)} is not a program")
     if any(getattr(args, name.replace("-", "_")) < 1 for name in sizes):
         parser.error(f"{', '.join(sizes)}: want at least 1 of each")
     shortest, _, longest = args.prompt_tokens.partition("-")

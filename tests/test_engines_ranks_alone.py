@@ -6,11 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from models_for_tests import batch, wide
+from models_for_tests import batch, tiny, wide
 from ranks_cases import On, policy_gradient, spec_of, start
 
 from crossrl.batch import Batch
@@ -132,3 +133,29 @@ def test_weights_that_are_kept_during_a_step_give_the_same_gradient(
         assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
         mine, whole = one.state().named(), group.state().named()
         assert max(float((mine[n] - whole[n]).abs().max()) for n in mine) < 3e-6
+
+
+@pytest.mark.parametrize("name", ["GptOss", "Bloom"])
+def test_experts_and_models_without_packed_attention_are_sharded_as_well(name: str, tmp_path: Path) -> None:
+    tiny(name).save_pretrained(tmp_path / "model")
+    given, spec = batch(GROUPS), spec_of(tmp_path / "model")
+    one = spec.plain_engine()
+    with contextlib.closing(start(spec, 2, tmp_path / "logs")) as group:
+        assert group.facts.packed == one.facts.packed == (name != "Bloom")
+        a, b = (engine.log_probs(given, 0.7, True)[0].values for engine in (one, group))
+        np.testing.assert_array_equal(a, b)
+        for engine in (one, group):
+            engine.step(given, policy_gradient, lr=1e-3, temperature=0.7, entropy=True)
+        mine, whole = one.state().optimizer, group.state().optimizer
+        assert max(float((mine[n] - whole[n]).abs().max()) for n in mine) < 1e-7
+
+
+def test_a_frozen_model_is_scored_on_two_ranks_and_not_trained(spec: TrainSpec, tmp_path: Path) -> None:
+    frozen = replace(spec, optimizer=None)
+    expected, _ = frozen.plain_engine().log_probs(data(), 1.0, False)
+    with contextlib.closing(start(frozen, 2, tmp_path)) as group:
+        np.testing.assert_array_equal(group.log_probs(data(), 1.0, False)[0].values, expected.values)
+        assert group.facts.state_tensors == len(dict(group.named_weights()))
+        with pytest.raises(EngineError, match="without an optimizer"):
+            group.step(data(), policy_gradient, lr=1e-3, temperature=1.0, entropy=False)
+        group.log_probs(data(), 1.0, False)

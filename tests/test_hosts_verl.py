@@ -162,6 +162,20 @@ def test_asynchronous_trainers_are_refused(monkeypatch):
         take_settings(trainer)
 
 
+def test_a_derived_trainer_with_a_loop_of_its_own_is_refused(monkeypatch):
+    class Base(types.SimpleNamespace):
+        def fit(self) -> None: ...
+
+    class Derived(Base):
+        def fit(self) -> None: ...
+
+    Base.__module__ = settings_module.TRAINERS[0]
+    config = trainer_with("0.9.1", monkeypatch, **{"tape.mode": "record"}).config
+    take_settings(Base(config=config))
+    with pytest.raises(HostError, match="Derived has a fit of its own"):
+        take_settings(Derived(config=config))
+
+
 # -- stages --
 
 

@@ -197,6 +197,12 @@ def _engine(c: RunConfig) -> list[str]:
     if set(rollout.engine_kwargs) - known:
         odd = sorted(set(rollout.engine_kwargs) - known)[0]
         problems.append(f"{key}.engine_kwargs.{odd}: want the name of an engine first, as in {key}.engine_kwargs.vllm")
+    if rollout.name == "vllm" and c.actor_rollout_ref.model.override_config:
+        odd = ", ".join(c.actor_rollout_ref.model.override_config)
+        problems.append(
+            f"actor_rollout_ref.model.override_config ({odd}) with {key}.name=vllm: vLLM reads the model folder, so it "
+            "would be another model than the trainer's. Write the changes into the folder's config.json"
+        )
     needed = c.data.max_prompt_length + c.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         problems.append(

@@ -235,9 +235,9 @@ class TrainFacts:
 
     ``device``: such as "cuda:0". ``dtype``: of the weights, such as "float32". ``max_length``: positions that the model
     was made for, None if its config does not say. ``config``: the model's, as JSON-like values. ``tied``: further names
-    of weights, each with the one under which it counts. ``eos_token_ids``: of the generation config. ``state_bytes``:
-    of weights and optimizer together. ``packed``: whether the packed forward pass is in use; ``notice``: why not, or
-    "". ``ranks``: processes that hold it.
+    of weights, each with the one under which it counts. ``eos_token_ids``: of the generation config. ``state_bytes``,
+    ``state_tensors``: of weights and optimizer together. ``packed``: whether the packed forward pass is in use;
+    ``notice``: why not, or "". ``ranks``: processes that hold it.
     """
 
     device: str

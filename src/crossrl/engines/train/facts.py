@@ -11,7 +11,7 @@ from crossrl.models.loading import tied_names
 from crossrl.models.policy import Policy
 
 
-def facts_of(policy: Policy, state: Mapping[str, torch.Tensor], ranks: int = 1) -> TrainFacts:
+def facts_of(policy: Policy, state: Mapping[str, torch.Tensor]) -> TrainFacts:
     """``state``: all tensors by name, whole or sharded; shapes are those of the whole ones."""
     model = policy.model
     end = getattr(model.generation_config, "eos_token_id", None)
@@ -28,5 +28,4 @@ def facts_of(policy: Policy, state: Mapping[str, torch.Tensor], ranks: int = 1) 
         state_tensors=len(state),
         packed=policy.packed,
         notice=policy.notice,
-        ranks=ranks,
     )

@@ -110,6 +110,8 @@ class TrainGroup:
         skip: np.ndarray | None = None,
     ) -> StepResult:
         """See ``TrainEngine.step``."""
+        if not self._layout["optimizer"]:
+            raise EngineError("these ranks were made without an optimizer (a reference model); they cannot step")
         if skip is not None and skip.shape != (len(batch),):
             raise EngineError(f"skip has shape {skip.shape}, want one entry for each of the {len(batch)} samples")
         _need_picklable(objective)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ class ShardedTrainEngine(FsdpTrainEngine):
         self._problems: list[str] = []
         self._left = self._count = 0
         super().__init__(model, optimizer, **options)
+        self.facts = replace(self.facts, ranks=ranks.world)
 
     def _place(self) -> None:
         digests = self.ranks.all(weights_digest(self.model.named_parameters()))

@@ -16,6 +16,7 @@ SHARE = {
     "share_data": None, "share_data_dir": "/tmp/verl/share_data_dir", "share_data_timeout": 3600.0,
     "share_data_heartbeat": 60.0,
 }  # fmt: skip
+TRAINERS = ("verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base")
 SKIP_DIR = "/tmp/rollout_dump"
 STAGES = ("all", "rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update")
 
@@ -54,6 +55,8 @@ def take_settings(trainer: Any) -> None:
 
     config = trainer.config
     trainer.crossrl_settings = settings = read_settings(config, hasattr(trainer, "replay_buffer"))
+    if settings is not None:
+        _refuse_overridden(type(trainer))
     version = SUPPORTED[str(installed())]
     rollout = config.actor_rollout_ref.rollout
     with open_dict(rollout):
@@ -61,6 +64,17 @@ def take_settings(trainer: Any) -> None:
             rollout.pop(key, None)
         if version.own_skip and settings is not None and settings.skip_dir is not None:
             rollout.skip_rollout = False  # verl's own, which keeps one batch for all steps, steps aside for ours
+
+
+def _refuse_overridden(kind: type) -> None:
+    """A trainer derived from verl's, with a loop of its own, would take the keys and do nothing."""
+    for name in ("fit", "_update_actor"):
+        owner = next((c for c in kind.__mro__ if name in vars(c)), None)
+        if owner is not None and owner.__module__ not in TRAINERS:
+            raise HostError(
+                f"{owner.__module__}.{owner.__qualname__} has a {name} of its own; the host works in that of verl's "
+                f"trainers ({', '.join(TRAINERS)}). Leave out tape.*, trainer.share_data* and skip_rollout with it"
+            )
 
 
 def read_settings(config: Any, v1: bool) -> Settings | None:
