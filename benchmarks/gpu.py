@@ -73,14 +73,11 @@ def run(part: Part, settings: dict[str, Any], limit_s: float) -> dict[str, Any]:
         started = time.monotonic()
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        why = ""
         try:
-            code = process.wait(limit_s)
-            why = f"ended with code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            why = f"took more than its {limit_s:.0f} s"
+            why = "" if ended(process, limit_s) else f"took more than its {limit_s:.0f} s"
         finally:
-            end_group(process)
+            code = end_group(process)
+        why = why or (f"ended with code {code}" if code else "")
         took = round(time.monotonic() - started, 1)
         if why or not out.exists():
             said = log.read_text(errors="replace")[-6000:]
@@ -89,14 +86,22 @@ def run(part: Part, settings: dict[str, Any], limit_s: float) -> dict[str, Any]:
         return {"state": "wrong" if found["wrong"] else "ok", "took_s": took, **found}
 
 
-def end_group(process: subprocess.Popen[Any]) -> None:
-    """Whatever the part has left: first as Ctrl-C would, so that it cleans up, then for good."""
-    for number, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(wait_s)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+def ended(process: subprocess.Popen[Any], limit_s: float) -> bool:
+    """Whether it ends by itself within ``limit_s``. It is not reaped, so that its number stays its own."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def end_group(process: subprocess.Popen[Any]) -> int:
+    """End it and all that it started: first so that they can clean up, then for good. Returns its exit code."""
+    os.killpg(process.pid, signal.SIGTERM)
+    ended(process, 5.0)
+    os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def read_arguments() -> argparse.Namespace:

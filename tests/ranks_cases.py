@@ -42,9 +42,16 @@ class TestedRank(TrainRank):
         kept = dict(self.engine.whole("weights")) if on else {}
         if on:
             self.engine.kept = self.engine.whole  # type: ignore[attr-defined]
-            self.engine.whole = lambda part, names=None: (item for item in kept.items())  # type: ignore[method-assign]
+            self.engine.whole = lambda *_, **__: (item for item in kept.items())  # type: ignore[method-assign]
         else:
             del self.engine.whole
+
+    def apart(self, on: bool) -> None:
+        """Each rank says that it is on a machine of its own."""
+        self.own_machine = f"machine-{self.rank}" if on else ""
+
+    def machine(self) -> str:
+        return getattr(self, "own_machine", "") or super().machine()
 
     def broken(self, rank: int) -> None:
         """A fault of the program in the middle of the forward pass of one rank."""

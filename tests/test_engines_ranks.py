@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,40 +257,80 @@ def test_changed_is_proven_by_the_weights_themselves(group: TrainGroup, spec: Tr
 
 
 class Receiving:
-    """A receiver of weights in a thread of this process."""
+    """Receivers of weights, ``at`` these machines, in threads of this process."""
 
-    def __init__(self, group: TrainGroup, **options: Any) -> None:
+    def __init__(self, group: TrainGroup, at: Mapping[str, str] | None = None, **options: Any) -> None:
+        from crossrl.engines.train.sending import this_machine
         from crossrl.sync.receiver import WeightReceiver
         from crossrl.sync.target import HeldTensors
 
         shapes = group._layout["weights"]
-        held = {n: torch.zeros(shape, dtype=getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
-        self.target = HeldTensors(held, group.facts.tied)
-        self.receiver = WeightReceiver(group.open_sender(["engine"], limit_s=20.0, **options), "engine", self.target)
+        machines = at or {"engine": this_machine()}
+        addresses = group.open_sender(machines, limit_s=20.0, **options)
+        self.targets, self.receivers = {}, {}
+        for name in machines:
+            held = {n: torch.zeros(shape, dtype=getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
+            self.targets[name] = HeldTensors(held, group.facts.tied)
+            self.receivers[name] = WeightReceiver(addresses[name], name, self.targets[name])
+        self.addresses = addresses
+
+    @property
+    def target(self) -> Any:
+        return next(iter(self.targets.values()))
 
     def send(self, group: TrainGroup, version: int) -> Any:
-        errors = list[Exception]()
+        def receive(receiver: Any) -> None:
+            with contextlib.suppress(Exception):  # the sender hears of it
+                receiver.receive(30.0)
 
-        def receive() -> None:
-            try:
-                self.receiver.receive(30.0)
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=receive)
-        thread.start()
+        threads = [threading.Thread(target=receive, args=(r,)) for r in self.receivers.values()]
+        for thread in threads:
+            thread.start()
         try:
             return group.send(version)
         finally:
-            thread.join(40.0)
-            assert not thread.is_alive()
+            for thread in threads:
+                thread.join(40.0)
+                assert not thread.is_alive()
+
+    def close(self) -> None:
+        for receiver in self.receivers.values():
+            receiver.close()
+
+
+def test_on_each_machine_one_rank_sends_to_the_engines_there(group: TrainGroup) -> None:
+    from crossrl.sync.messages import SyncError
+
+    tell(group, "apart", True)
+    try:
+        with pytest.raises(EngineError, match=r"b is on elsewhere, where no process trains \(those are on machine-0, "):
+            group.open_sender({"a": "machine-0", "b": "elsewhere"})
+        receiving = Receiving(group, {"a": "machine-0", "b": "machine-1", "c": "machine-1"})
+        with contextlib.closing(receiving):
+            step(group, masked(FIVE))
+            assert len(set(receiving.addresses.values())) == 2
+            sent = receiving.send(group, 1)
+            assert set(sent.prefix_caches) == {"a", "b", "c"} and group.changed is False
+            for target in receiving.targets.values():
+                held = dict(target.held())
+                assert target.weight_version == 1
+                assert all(torch.equal(held[n], t) for n, t in group.state().weights.items())
+            for name in ("a", "c"):  # what fails on either machine fails the sync, and the next one mends it
+                lost = receiving.targets[name].tensors.pop("model.norm.weight")
+                with pytest.raises(SyncError, match=r"model\.norm\.weight"):
+                    receiving.send(group, 2)
+                receiving.targets[name].tensors["model.norm.weight"] = lost
+            assert receiving.send(group, 3).version == 3
+        group.close_sender()
+    finally:
+        tell(group, "apart", False)
 
 
 def test_weights_go_from_the_ranks_to_a_receiver(group: TrainGroup) -> None:
     from crossrl.sync.messages import SyncError
 
     receiving = Receiving(group)
-    with contextlib.closing(receiving.receiver):
+    with contextlib.closing(receiving):
         step(group, masked(FIVE))
         sent = receiving.send(group, 1)
         held = dict(receiving.target.held())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrl import settings
+from crossrl.cluster.worker import Launcher
 from crossrl.config.root import RunConfig
 from crossrl.data.dataset import PromptDataset, PromptOptions
 from crossrl.data.loader import PromptLoader
@@ -18,12 +19,13 @@ from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.rollout.replicas import Replicas
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.models.loading import load_tokenizer
-from crossrl.placement import Engines, open_engines
+from crossrl.placement import Engines, open_engines, workers_of_a_kind
 from crossrl.rewards.scorer import RewardSpec, Scorer
+from crossrl.rewards.spread import SpreadScorer
 from crossrl.stages.advantage import Advantage
 from crossrl.stages.base import Stage
 from crossrl.stages.log_probs import OldFromRollout, OldLogProb, RefLogProb
-from crossrl.stages.reward import Reward
+from crossrl.stages.reward import Reward, Scores
 from crossrl.stages.rollout import Rollout
 from crossrl.stages.sync import Sync
 from crossrl.stages.update import Update
@@ -50,7 +52,7 @@ class Parts:
     total_steps: int
     trainer: TrainEngine
     engine: RolloutEngine | Replicas
-    scorer: Scorer
+    scorer: Scores
     advantage: Advantage
     update: Update
     sync: Stage
@@ -96,7 +98,7 @@ def assemble(cfg: RunConfig, progress: Progress, logs: Path | None = None) -> Pa
     try:
         data = [d for d in (train_data, val_data) if d]
         check_positions(cfg, engines.trainer.facts.max_length, data)
-        scorer = make_scorer(cfg, sorted({source for d in data for source in d.sources}))
+        scorer = make_scorer(cfg, sorted({source for d in data for source in d.sources}), engines.launcher)
     except BaseException:
         engines.close()
         raise
@@ -136,7 +138,7 @@ def connect(
     cfg: RunConfig,
     tokenizer: Any,
     engines: Engines,
-    scorer: Scorer,
+    scorer: Scores,
     advantage: Advantage,
     progress: Progress,
 ) -> dict[str, Stage]:
@@ -211,8 +213,13 @@ def make_loader(cfg: RunConfig, data: PromptDataset) -> PromptLoader:
     )
 
 
-def make_scorer(cfg: RunConfig, sources: list[str]) -> Scorer:
-    """Checks before training that every data source of the data has a verifier."""
+def make_scorer(cfg: RunConfig, sources: list[str], launcher: Launcher | None = None) -> Scores:
+    """Checks before training that every data source of the data has a verifier. Under Ray each machine scores a share;
+    ``launcher``: who starts that."""
     custom = cfg.reward.custom_reward_function
     workers = cfg.reward.num_workers or max(1, min(8, os.cpu_count() or 1))
-    return Scorer(RewardSpec(tuple(sources), custom.path, custom.name), workers, cfg.reward.timeout_s)
+    spec = RewardSpec(tuple(sources), custom.path, custom.name)
+    if launcher is None or settings.launcher(cfg) != "ray":
+        return Scorer(spec, workers, cfg.reward.timeout_s)
+    names = [f"reward-{node * workers_of_a_kind(cfg)}" for node in range(cfg.trainer.nnodes)]
+    return SpreadScorer(launcher, names, spec, workers, cfg.reward.timeout_s, cfg.cluster.call_timeout)

@@ -31,7 +31,8 @@ from crossrl.sync.carriers import Carrier, InProcess, Transfer
 
 @dataclass(slots=True)
 class Engines:
-    """``reference``: None where the run needs none. ``notes``: lines for the user."""
+    """``reference``: None where the run needs none. ``notes``: lines for the user. ``launcher``: who starts worker
+    processes, where there are any."""
 
     trainer: TrainEngine
     reference: TrainEngine | None
@@ -39,6 +40,7 @@ class Engines:
     carrier: Carrier
     notes: list[str]
     closing: list[Callable[[], None]] = field(default_factory=list)
+    launcher: Launcher | None = None
 
     def close(self) -> None:
         """End all processes that were started for them, whatever one of them raises."""
@@ -98,7 +100,7 @@ def _apart(cfg: RunConfig, tokenizer: Any, logs: Path | None) -> Engines:
         raise
     carrier = Transfer(trainer, replicas, cfg.cluster.sync_timeout)
     notes = [_where(cfg), *sorted({n for n in (trainer.notice, replicas.notice) if n})]
-    return Engines(trainer, reference, replicas, carrier, notes, closing)
+    return Engines(trainer, reference, replicas, carrier, notes, closing, launcher)
 
 
 def _where(cfg: RunConfig) -> str:
@@ -123,14 +125,14 @@ def ray_settings(cfg: RunConfig) -> dict[str, Any]:
     """Of ``RayLauncher``: one slot for each train rank or replica, whichever are more."""
     return {
         "nodes": cfg.trainer.nnodes,
-        "per_node": _workers_of_a_kind(cfg),
+        "per_node": workers_of_a_kind(cfg),
         "slot": {"CPU": 1.0, "GPU": 1.0} if device_of(cfg).type == "cuda" else {"CPU": 1.0},
         "address": cfg.cluster.address or "",
         "init": cfg.cluster.ray_init,
     }
 
 
-def _workers_of_a_kind(cfg: RunConfig) -> int:
+def workers_of_a_kind(cfg: RunConfig) -> int:
     """On each machine: train ranks, or replicas, whichever are more."""
     return max(cfg.trainer.n_gpus_per_node, -(-settings.replicas(cfg) // cfg.trainer.nnodes))
 
@@ -190,7 +192,7 @@ def engine_spec(cfg: RunConfig, tokenizer: Any) -> EngineSpec:
 
 def threads_of(cfg: RunConfig) -> int:
     """PyTorch's, in each worker: training and generation take turns, workers of a kind share the cores of a machine."""
-    return cfg.trainer.num_threads or max(1, (os.cpu_count() or 1) // _workers_of_a_kind(cfg))
+    return cfg.trainer.num_threads or max(1, (os.cpu_count() or 1) // workers_of_a_kind(cfg))
 
 
 def device_of(cfg: RunConfig) -> torch.device:
@@ -272,6 +274,7 @@ def train_spec(cfg: RunConfig, frozen: bool = False) -> TrainSpec:
         threads=threads_of(cfg),
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,
+        reshard=cfg.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
         limit_s=cfg.cluster.call_timeout,
     )
 

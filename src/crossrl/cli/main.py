@@ -28,6 +28,7 @@ COMMANDS = (
     "faults",
     "verdict",
     "patches",
+    "import_command",
     "weights",
 )
 

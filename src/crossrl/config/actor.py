@@ -52,12 +52,15 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainDtypeConfig:
-    """The part of verl's fsdp_config that has an effect in one process."""
+    """The part of verl's fsdp_config that has an effect here."""
 
     model_dtype: str = field(default="auto", metadata=allowed(*DTYPES))
     """Data type of the weights that the optimizer updates. auto: float32."""
     dtype: str = field(default="auto", metadata=allowed(*DTYPES))
     """Data type of forward and backward. auto: float32 on CPU, bfloat16 on a GPU."""
+    reshard_after_forward: bool = True
+    """On several processes: let go of a layer's gathered weights after its forward pass. False: faster, and each process
+    holds weights and gradients of the whole model during a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,8 +334,9 @@ class TrainEngine(Protocol):
         """Write the model as a Hugging Face folder. Raises ``OSError``."""
         ...
 
-    def open_sender(self, receivers: Sequence[str], cast: str | None = None, **options: Any) -> str:
-        """Be the sending end of weight transfers to ``receivers`` (their names); returns the address to connect to.
+    def open_sender(self, receivers: Mapping[str, str], cast: str | None = None, **options: Any) -> dict[str, str]:
+        """Be the sending end of weight transfers to ``receivers`` (name to machine); returns for each the address to
+        connect to. Raises ``EngineError`` for one on a machine where nothing trains.
 
         ``cast``: the dtype in which they hold the weights, where it is another one. ``options``: of ``WeightSender``.
         """

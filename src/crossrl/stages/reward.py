@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from crossrl.batch import Batch
-from crossrl.rewards.scorer import Score, ScoreItem, Scorer
+from crossrl.rewards.scorer import Score, ScoreItem
 from crossrl.stages.base import At
 
 # length in tokens of a response -> what is added to its score (DAPO's overlong shaping)
 Shaping = Callable[[np.ndarray], np.ndarray]
+
+
+class Scores(Protocol):
+    """What scores: ``Scorer``, or ``SpreadScorer`` over several machines. ``digest``: of the code."""
+
+    digest: str
+
+    def score(self, items: Sequence[ScoreItem]) -> list[Score]: ...
+
+    def close(self) -> None: ...
 
 
 class Reward:
@@ -31,7 +41,7 @@ class Reward:
     writes: tuple[str, ...] = ("score", "reward", "reward_status", "reward_extra")
 
     def __init__(
-        self, scorer: Scorer, shaping: Shaping | None = None, baseline: bool = False, show_shaping: bool = False
+        self, scorer: Scores, shaping: Shaping | None = None, baseline: bool = False, show_shaping: bool = False
     ) -> None:
         self.scorer, self.shaping, self.baseline, self.show_shaping = scorer, shaping, baseline, show_shaping
         if baseline:

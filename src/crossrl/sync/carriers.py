@@ -79,7 +79,7 @@ class Transfer:
 
     def __init__(self, trainer: TrainEngine, replicas: Replicas, limit_s: float) -> None:
         self.trainer, self.replicas, self.limit_s = trainer, replicas, limit_s
-        self._address, self._receivers = "", tuple[str, ...]()
+        self._receivers, self._addresses = dict[str, str](), dict[str, str]()
 
     def bring(self) -> Brought:
         """Waits for: all replicas to hold the weights. Limits: ``limit_s`` for each step; a replica that was lost is
@@ -87,8 +87,8 @@ class Transfer:
         replicas, version = self.replicas, self.trainer.weight_version
         replicas.revive()
         replicas.wake()
-        self._open(tuple(name for engine in replicas.engines for name in engine.facts.receivers))
-        waiting = [engine.start_receive(self._address, self.limit_s) for engine in replicas.engines]
+        self._open({name: e.facts.machine for e in replicas.engines for name in e.facts.receivers})
+        waiting = [engine.start_receive(self._addresses, self.limit_s) for engine in replicas.engines]
         try:
             sent = self.trainer.send(version)
         except Exception as error:
@@ -106,13 +106,9 @@ class Transfer:
             ", ".join(sorted(set(sent.prefix_caches.values()))), notes,
         )  # fmt: skip
 
-    def _open(self, receivers: tuple[str, ...]) -> None:
+    def _open(self, receivers: dict[str, str]) -> None:
+        """Once, and again when an engine was started anew on another machine."""
         if receivers != self._receivers:
-            self.close()
-            self._address = self.trainer.open_sender(receivers, limit_s=self.limit_s)
+            held = self.replicas.cast.rpartition(" ")[2] if self.replicas.cast else None
+            self._addresses = self.trainer.open_sender(receivers, held, limit_s=self.limit_s)
             self._receivers = receivers
-
-    def close(self) -> None:
-        if self._receivers:
-            self.trainer.close_sender()
-            self._receivers = ()

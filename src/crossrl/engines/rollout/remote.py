@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,9 +51,10 @@ class RemoteEngine:
         found: Ragged = self._call(f"score {len(prompts)} responses", "score", prompts, responses, temperature)
         return found
 
-    def start_receive(self, address: str, limit_s: float) -> Pending:
-        """Take part in the next weight transfer of the sender at ``address``; the value is a list of ``Received``."""
-        return self.worker.start("receive", address, limit_s)
+    def start_receive(self, addresses: Mapping[str, str], limit_s: float) -> Pending:
+        """Take part in the next weight transfer of the sender of this engine, at ``addresses`` (by receiver); the value
+        is a list of ``Received``."""
+        return self.worker.start("receive", addresses[self.facts.receivers[0]], limit_s)
 
     def sleep(self) -> None:
         """See ``RolloutEngine``."""

@@ -11,6 +11,7 @@ import torch
 
 from crossrl.batch import Ragged
 from crossrl.engines.base import EngineError, Generation, RolloutEngine, Sampling
+from crossrl.engines.train.sending import this_machine
 from crossrl.models.digest import tensor_digests
 
 if TYPE_CHECKING:  # it needs the extra `sync`
@@ -87,12 +88,14 @@ def make(spec: EngineSpec) -> RolloutEngine:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What does not change about an engine. ``receivers``: names under which it takes part in a weight transfer."""
+    """What does not change about an engine. ``receivers``: names under which it takes part in a weight transfer.
+    ``machine``: where it is."""
 
     name: str
     cast: str | None
     notice: str
     receivers: tuple[str, ...]
+    machine: str
 
 
 class EngineHost:
@@ -111,7 +114,7 @@ class EngineHost:
     def facts(self) -> EngineFacts:
         engine = self.engine
         names = tuple(engine.receiver_names(self.worker))
-        return EngineFacts(engine.name, engine.cast, getattr(engine, "notice", ""), names)
+        return EngineFacts(engine.name, engine.cast, getattr(engine, "notice", ""), names, this_machine())
 
     def generate(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from crossrl.engines.train.changes import Changes
 from crossrl.engines.train.facts import facts_of
 from crossrl.engines.train.micro_batches import MicroBatch, flat_index, split
 from crossrl.engines.train.optimizer import AdamWSettings, NamedAdamW, check_fit, copy_all, local
-from crossrl.engines.train.sending import Layout, Sending
+from crossrl.engines.train.sending import Layout, Sending, check_machines, this_machine
 from crossrl.engines.train.trouble import check_scalars, gradient_trouble, log_prob_trouble
 from crossrl.models.digest import weights_digest
 from crossrl.models.linear import accumulating
@@ -212,9 +212,10 @@ class FsdpTrainEngine:
         """See ``TrainEngine.save_hf``."""
         saving.write_model(folder, self.model, tokenizer)
 
-    def open_sender(self, receivers: Sequence[str], cast: str | None = None, **options: Any) -> str:
+    def open_sender(self, receivers: Mapping[str, str], cast: str | None = None, **options: Any) -> dict[str, str]:
         """See ``TrainEngine.open_sender``."""
-        return self._sending.open(receivers, cast, options)
+        check_machines(receivers, [this_machine()])
+        return dict.fromkeys(receivers, self._sending.open(list(receivers), cast, options))
 
     def send(self, version: int) -> Sent:
         """See ``TrainEngine.send``."""

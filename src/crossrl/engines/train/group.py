@@ -21,7 +21,7 @@ from crossrl.engines.train.fsdp import LOSS_FIELDS, PARTS
 from crossrl.engines.train.micro_batches import flat_index
 from crossrl.engines.train.optimizer import check_fit
 from crossrl.engines.train.saving import MODEL, check_shards
-from crossrl.engines.train.sending import Layout
+from crossrl.engines.train.sending import Layout, check_machines, merged
 from crossrl.engines.train.sharding import rows
 from crossrl.engines.train.spec import TrainSpec
 from crossrl.engines.train.trouble import check_scalars
@@ -192,16 +192,24 @@ class TrainGroup:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
-    def open_sender(self, receivers: Sequence[str], cast: str | None = None, **options: Any) -> str:
-        """See ``TrainEngine.open_sender``: rank 0 sends."""
-        return self._calls.first("open_sender", "open a sender of weights", list(receivers), cast, options)
+    def open_sender(self, receivers: Mapping[str, str], cast: str | None = None, **options: Any) -> dict[str, str]:
+        """See ``TrainEngine.open_sender``: on each machine its first rank sends."""
+        machines: list[str] = self._calls.all("machine", "say where they are")
+        check_machines(receivers, machines)
+        shares = [
+            {name: at for name, at in receivers.items() if at == machine and machine not in machines[:rank]}
+            for rank, machine in enumerate(machines)
+        ]
+        calls = [(share, cast, options) for share in shares]
+        found = self._calls.each("open_sender", calls, "open a sender of weights")
+        return {name: address for part in found for name, address in part.items()}
 
     def send(self, version: int) -> Sent:
-        """See ``TrainEngine.send``."""
-        return self._calls.all("send", f"send the weights of version {version}", version)[0]
+        """See ``TrainEngine.send``. ``bytes`` and ``buckets`` are those of all senders."""
+        return merged([s for s in self._calls.all("send", f"send the weights of version {version}", version) if s])
 
     def close_sender(self) -> None:
-        self._calls.first("close_sender", "close the sender")
+        self._calls.all("close_sender", "close the sender")
 
     def close(self) -> None:
         """Ends the ranks' processes."""

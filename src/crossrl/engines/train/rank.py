@@ -14,7 +14,7 @@ from crossrl.batch import Batch, Ragged
 from crossrl.engines.base import EngineError, Objective, StepResult, TrainFacts
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.engines.train.ranks import LOST, Agreed, RankLost, Ranks
-from crossrl.engines.train.sending import Layout
+from crossrl.engines.train.sending import Layout, this_machine
 from crossrl.engines.train.sharded import ShardedTrainEngine
 from crossrl.engines.train.spec import TrainSpec
 from crossrl.engines.train.wire import Packed, pack, unpack
@@ -105,12 +105,22 @@ class TrainRank:
     def save_hf(self, folder: str) -> Refused | None:
         return self._together(lambda: self.engine.save_hf(Path(folder)))
 
-    def open_sender(self, receivers: Sequence[str], cast: str | None, options: Mapping[str, Any]) -> str | Refused:
-        """On rank 0 alone."""
-        return self._together(lambda: self.engine.open_sender(receivers, cast, **options))
+    def machine(self) -> str:
+        return this_machine()
+
+    def open_sender(
+        self, receivers: Mapping[str, str], cast: str | None, options: Mapping[str, Any]
+    ) -> dict[str, str] | Refused:
+        """To those of this machine; with none this rank sends nothing."""
+        if not receivers:
+            self.engine.close_sender()
+            return {}
+        here = dict.fromkeys(receivers, this_machine())  # the group has looked who is where
+        found: dict[str, str] | Refused = self._together(lambda: self.engine.open_sender(here, cast, **options))
+        return found
 
     def send(self, version: int) -> Any:
-        """``Sent`` from rank 0."""
+        """``Sent`` from a rank that has receivers."""
         return self._together(lambda: self.engine.send(version))
 
     def close_sender(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,36 @@ if TYPE_CHECKING:  # it needs the extra `sync`
     from crossrl.sync.sender import Sent, WeightSender
 
 Layout = Mapping[str, "tuple[tuple[int, ...], str]"]  # name to (shape, dtype such as "float32")
+
+
+def this_machine() -> str:
+    """Its name, by which it is known who shares memory with whom."""
+    return socket.gethostname()
+
+
+def check_machines(receivers: Mapping[str, str], machines: Sequence[str]) -> None:
+    """Raises ``EngineError`` unless each of ``receivers`` (name to machine) is on one of ``machines``, those of the
+    processes that train: weights go through shared memory."""
+    if far := {name: at for name, at in receivers.items() if at not in machines}:
+        raise EngineError(
+            f"weights go through shared memory, but {', '.join(f'{n} is on {at}' for n, at in far.items())}, where no "
+            f"process trains (those are on {', '.join(sorted(set(machines)))}). Have at most as many rollout engines "
+            "on each machine as train processes (actor_rollout_ref.rollout.replicas)"
+        )
+
+
+def merged(sent: Sequence[Sent]) -> Sent:
+    """One account of the transfers of several senders of the same weights."""
+    first = sent[0]
+    if odd := {s.digest for s in sent} - {first.digest}:
+        raise EngineError(f"senders of version {first.version} sent different weights: {first.digest}, {odd}")
+    return dataclasses.replace(
+        first,
+        bytes=sum(s.bytes for s in sent),
+        buckets=sum(s.buckets for s in sent),
+        seconds=max(s.seconds for s in sent),
+        prefix_caches={name: what for s in sent for name, what in s.prefix_caches.items()},
+    )
 
 
 class Sending:
@@ -29,6 +61,10 @@ class Sending:
         self.close()
         self._sender, self._cast = WeightSender(receivers, **options), cast
         return self._sender.address
+
+    @property
+    def is_open(self) -> bool:
+        return self._sender is not None
 
     def send(
         self,

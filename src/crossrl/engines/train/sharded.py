@@ -152,16 +152,18 @@ class ShardedTrainEngine(FsdpTrainEngine):
     def _at(self, what: str) -> None:
         self.ranks.beats.at(f"{what} of micro-batch {self._count - self._left} of {self._count}")
 
-    def whole(self, part: str, names: Sequence[str] | None = None) -> Generator[tuple[str, torch.Tensor]]:
-        """On rank 0: the whole tensors of ``part``, gathered one at a time, in name order; on the others nothing, while
-        they take part. All ranks must go through it; if rank 0 stops early, it must close it."""
+    def whole(
+        self, part: str, names: Sequence[str] | None = None, everywhere: bool = False
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """The whole tensors of ``part``, gathered one at a time, in name order: on rank 0, and on the others only if
+        they are wanted ``everywhere``. All ranks must go through it; if rank 0 stops early, it must close it."""
         tensors = self.tensors(part)
         self.ranks.beats.at(f"gathering {part}")
         with closing(self.ranks.together(sorted(tensors if names is None else names))) as together:
             for name in together:
                 tensor = tensors[name]
                 whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                if self.ranks.rank == 0:
+                if self.ranks.rank == 0 or everywhere:
                     yield name, whole
 
     def state(self) -> EngineState:
@@ -235,16 +237,20 @@ class ShardedTrainEngine(FsdpTrainEngine):
         self._agree_on_files(problem)
 
     def send(self, version: int) -> Sent:
-        """See ``TrainEngine.send``. On ranks but the first it takes part, and returns None."""
-        changed, found = self.changed, None
-        try:
-            with closing(self.whole("weights")) as named:
-                if self.ranks.rank == 0:
+        """See ``TrainEngine.send``. A rank without receivers takes part, and returns None."""
+        changed, found, problem = self.changed, None, None
+        with closing(self.whole("weights", everywhere=True)) as named:
+            if self._sending.is_open:
+                try:
                     found = self._sending.send(version, self.layout(), self.facts.tied, named, changed)
-                else:
-                    list(named)
-        finally:
-            arrived = self.ranks.all(found is not None)[0]
+                except Exception as error:
+                    problem = error
+            if self.ranks.rank or not problem:  # if rank 0 stops, all do; any other goes along to the end
+                for _ in named:
+                    pass
+        arrived = all(self.ranks.all(problem is None))
+        if problem:
+            raise problem
         if arrived:
             self.sent()
         return found  # type: ignore[return-value]

@@ -68,6 +68,8 @@ class Session:
 
     def update(self, original: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """verl's ``_update_actor``, recorded, or done by the other side of an exchange."""
+        if not self.recording and self.exchange is None:  # rollout skip alone: nothing to look at, nothing to hash
+            return original()
         at = At(self.trainer.global_steps)
         whole = self.adapter.visible(args, kwargs)
         for stage in computed_stages(whole):
