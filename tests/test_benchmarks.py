@@ -121,11 +121,12 @@ def test_the_gpu_script_has_a_dry_run_and_refuses_a_machine_without_one(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_gpu_script_rehearses_its_parts_and_keeps_the_others_when_one_fails(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     (tmp_path / "config.json").write_text("{}")  # no model: training cannot start
     parts = "transfer,train,memory,digests"
-    done = run("gpu", "--rehearse", "--parts", parts, "--model", tmp_path, "--out", out)
+    done = run("gpu", "--rehearse", "--parts", parts, "--model", tmp_path, "--out", out, limit_s=550)
     found = json.loads(out.read_text())
     assert found["rehearsal"]
     states = {name: part["state"] for name, part in found["parts"].items()}

@@ -125,8 +125,8 @@ def _samples(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> 
 
     from rich.text import Text
 
-    from crossrl.cli.recorded import as_json
-    from crossrl.cli.show_samples import rows, show_rows, worst
+    from crossrl.cli.recorded import as_json, visible
+    from crossrl.cli.show_samples import imported, rows, show_rows, worst
 
     found = list(rows(recorded.tape, steps, _split(args), args.find))
     title = f"{len(found)} samples" + (f" with {args.find!r}" if args.find is not None else "")
@@ -139,13 +139,16 @@ def _samples(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> 
             [],
             [Text(f"{title}: nothing to show" + ("" if args.val else " (validation's samples are apart: --val)"))],
         )
-    return 0, as_json([asdict(r) for r in found]), show_rows(found, title)
+    said = dict.fromkeys(note for step in steps for note in imported(recorded.tape, step, _split(args)))
+    notes = [Text(visible(note), "yellow") for note in said]
+    return 0, as_json([asdict(r) for r in found]), [*show_rows(found, title), *notes]
 
 
 def _sample(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> tuple[int, Any, list[RenderableType]]:
-    from crossrl.cli.show_samples import find_sample, gap_of, mixed_up, sample_json, show_sample
+    from crossrl.cli.show_samples import find_sample, gap_of, imported, mixed_up, sample_json, show_sample
 
     view = find_sample(recorded.tape, args.sample, steps, _split(args))
     texts = recorded.token_texts(view.step, _split(args))
     gap, count = gap_of(view, mixed_up(recorded.tape, view.step, _split(args))), args.worst or WORST_TOKENS
-    return 0, sample_json(view, gap, texts, count), show_sample(view, gap, texts, count)
+    notes = imported(recorded.tape, view.step, _split(args))
+    return 0, sample_json(view, gap, texts, count, notes), show_sample(view, gap, texts, count, notes)

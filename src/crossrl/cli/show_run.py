@@ -21,6 +21,7 @@ from crossrl.tape.compare import flatten, volatile
 from crossrl.tape.digest import plain_digest
 from crossrl.tape.errors import Mismatch
 from crossrl.tape.header import RECORD_VERSION, Header
+from crossrl.tape.imported import notes
 from crossrl.tape.values import dumps, normal
 
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -44,13 +45,15 @@ class Entry:
 @dataclass(slots=True)
 class Overview:
     """``entries``: in the order of the run. ``run_ids``: several for a run that was resumed. ``versions``: of packages;
-    several maps when they changed on the way. ``accepted``: a run with any is not a valid reproduction."""
+    several maps when they changed on the way. ``accepted``: a run with any is not a valid reproduction. ``notes``: of
+    records that were imported from another program's dump."""
 
     root: Path
     entries: list[Entry] = field(default_factory=list)
     run_ids: list[str] = field(default_factory=list)
     versions: list[Mapping[str, str]] = field(default_factory=list)
     accepted: list[Mismatch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def damaged(self) -> list[Entry]:
@@ -67,6 +70,7 @@ class Overview:
                 "accepted": [asdict(m) for m in self.accepted],
                 "run_ids": self.run_ids,
                 "versions": self.versions,
+                "notes": self.notes,
                 "nbytes": sum(e.nbytes for e in self.entries),
                 "records": calls,
             }
@@ -101,6 +105,7 @@ def overview(tape: RunTape, stages: Sequence[str] = ()) -> Overview:
             found.run_ids.append(header.run_id)
         if header.versions not in found.versions:
             found.versions.append(header.versions)
+        found.notes += [note for note in notes(header) if note not in found.notes]
         found.accepted += [m for m in header.accepted if m not in found.accepted]
     if not found.entries:
         there = ", ".join(dict.fromkeys(stage for stage, _ in places(tape))) or "nothing"
@@ -173,6 +178,7 @@ def _warnings(found: Overview) -> list[RenderableType]:
             Text("not a valid reproduction: records were loaded although they differed (tape.accept)", "bold red")
         )
         parts += [Text("  " + visible(m.line())) for m in found.accepted]
+    parts += [Text(visible(note), "yellow") for note in found.notes]
     for e in found.damaged:
         parts.append(Text.assemble(("damaged", "bold red"), f": {visible(e.damage or '')}"))
     return parts
@@ -226,7 +232,7 @@ def show_record(record: Record) -> list[RenderableType]:
     facts.add_row("run", f"{header.run_id}, recorded {_time(header.created)} UTC")
     facts.add_row("samples", f"{len(header.sample_id)}, weight version {header.weight_version}")
     facts.add_row("output", f"digest {outcome_digest(header)[:16]}, {size_text(record.nbytes)} on disk")
-    parts: list[RenderableType] = [facts]
+    parts: list[RenderableType] = [facts, *(Text(visible(note), "yellow") for note in notes(header))]
     if header.fields:
         table = Table("field", "type", "values", "digest", "meaning", box=None, pad_edge=False)
         table.columns[4].overflow = "fold"

@@ -16,6 +16,7 @@ from crossrl.cli.recorded import TokenTexts, as_json, excerpt, prompt_text, valu
 from crossrl.tape import RecordMissing, RunTape, SampleView, TapeError
 from crossrl.tape.api import SAMPLER_COLUMN, Split, trainer_column
 from crossrl.tape.gap import input_differences, meaning_verdict
+from crossrl.tape.imported import notes
 
 FACTS = (
     ("verifier", "reward_extra"), ("answer", "ground_truth"), ("finish", "finish_reason"),
@@ -55,6 +56,11 @@ def mixed_up(tape: RunTape, step: int, split: Split) -> str:
     )
 
 
+def imported(tape: RunTape, step: int, split: Split) -> list[str]:
+    """What must be said of this step's samples where they were imported from another program's dump."""
+    return list(dict.fromkeys(note for _, record in tape.records(step, split) for note in notes(record.header)))
+
+
 def gap_of(view: SampleView, mixed: str = "") -> Gap:
     """``mixed``: see ``mixed_up``."""
     sampler, column = view.columns.get(SAMPLER_COLUMN), trainer_column(view.columns, view.meanings)
@@ -75,7 +81,8 @@ def gap_of(view: SampleView, mixed: str = "") -> Gap:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``reward``: None without one, and ``status`` says why. ``gap``: largest difference of log-probs, nat."""
+    """``reward``: the score where rewards are not recorded; None without one, and ``status`` says why. ``gap``: largest
+    difference of log-probs, nat."""
 
     step: int
     split: str
@@ -98,8 +105,9 @@ def rows(tape: RunTape, steps: Sequence[int], split: Split, find: str | None = N
             if find is not None and find.casefold() not in f"{prompt}\n{response}".casefold():
                 continue
             ids, gap = view.columns.get("response_ids"), gap_of(view, mixed)
+            reward = _number(view.columns.get("reward", view.columns.get("score")))
             yield Row(
-                step, split, view.sample_id, prompt, response, _number(view.reward), view.columns.get("reward_status"),
+                step, split, view.sample_id, prompt, response, reward, view.columns.get("reward_status"),
                 None if ids is None else len(ids), gap.largest, gap.note,
             )  # fmt: skip
 
@@ -157,10 +165,10 @@ def _small(value: float | None) -> str:
 
 
 def find_sample(tape: RunTape, text: str, steps: Sequence[int], split: Split) -> SampleView:
-    """The sample with this id, or whose id ends with it after a dot, at the first step that has it."""
+    """The sample with this id, or whose id ends with it after a dot or slash, at the first step that has it."""
     for step in steps:
         ids = _ids(tape, step, split)
-        matches = [text] if text in ids else [i for i in ids if i.endswith(f".{text}")]
+        matches = [text] if text in ids else [i for i in ids if i.endswith((f".{text}", f"/{text}"))]
         if len(matches) > 1:
             some = ", ".join(matches[:4]) + (", ..." if len(matches) > 4 else "")
             raise TapeError(f"{len(matches)} samples of step {step} end with {text!r}: {some}. Give more of the id")
@@ -212,26 +220,32 @@ def worst_tokens(tokens: Sequence[TokenRow], count: int) -> list[TokenRow]:
     return sorted(unequal, key=lambda t: -abs(t.difference or 0.0))[:count]
 
 
-def sample_json(view: SampleView, gap: Gap, texts: TokenTexts, count: int) -> dict[str, Any]:
+def sample_json(
+    view: SampleView, gap: Gap, texts: TokenTexts, count: int, imported: Sequence[str] = ()
+) -> dict[str, Any]:
     tokens = token_rows(view, gap, texts)
     return as_json(
         {
             "sample_id": view.sample_id, "step": view.step, "split": view.split,
-            "trainer_log_probs": gap.column, "note": gap.note or None, "tokens": [asdict(t) for t in tokens],
+            "trainer_log_probs": gap.column, "note": gap.note or None, "imported": list(imported),
+            "tokens": [asdict(t) for t in tokens],
             "worst_positions": [t.position for t in worst_tokens(tokens, count)],
             "meanings": {n: asdict(m) for n, m in view.meanings.items()}, "fields": view.columns,
         }
     )  # fmt: skip
 
 
-def show_sample(view: SampleView, gap: Gap, texts: TokenTexts, count: int) -> list[RenderableType]:
+def show_sample(
+    view: SampleView, gap: Gap, texts: TokenTexts, count: int, imported: Sequence[str] = ()
+) -> list[RenderableType]:
+    """``imported``: see there."""
     tokens = token_rows(view, gap, texts)
     facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     split = " (validation)" if view.split == "val" else ""
     facts.add_row("sample", Text.assemble((view.sample_id, "bold"), f"  step {view.step}{split}"))
-    if "reward" in view.columns:
+    if "reward" in view.columns or "score" in view.columns:
         facts.add_row("reward", Text(_reward_text(view)))
     for name, key in FACTS:
         value = view.columns.get(key)
@@ -246,14 +260,16 @@ def show_sample(view: SampleView, gap: Gap, texts: TokenTexts, count: int) -> li
             parts += [Text(), Text(title, "dim"), Text(visible(text, lines=True) or "(empty)")]
     if tokens:
         parts += [Text(), _token_table(view, gap, tokens, count)]
-    notes = [gap.note, texts.note]
+    said = [*imported, gap.note, texts.note if tokens else None]
     if gap.column == "log_probs":
-        notes.append("trainer: its log-probs when the update first computed them (old_log_probs are not recorded)")
-    return parts + [Text(visible(note), "yellow") for note in notes if note]
+        said.append("trainer: its log-probs when the update first computed them (old_log_probs are not recorded)")
+    return parts + [Text(visible(note), "yellow") for note in said if note]
 
 
 def _reward_text(view: SampleView) -> str:
     reward, score, status = (view.columns.get(n) for n in ("reward", "score", "reward_status"))
+    if "reward" not in view.columns:
+        return f"{'none' if _number(score) is None else f'{score:.6g}'} (the score; rewards are not recorded)"
     text = "none" if _number(reward) is None else f"{reward:.6g}"
     if score != reward and _number(score) is not None:
         text += f", before shaping {score:.6g}"

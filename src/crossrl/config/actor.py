@@ -59,8 +59,8 @@ class TrainDtypeConfig:
     dtype: str = field(default="auto", metadata=allowed(*DTYPES))
     """Data type of forward and backward. auto: float32 on CPU, bfloat16 on a GPU."""
     reshard_after_forward: bool = True
-    """On several processes: let go of a layer's gathered weights after its forward pass. False: faster, and each process
-    holds weights and gradients of the whole model during a step."""
+    """On several processes: let go of a layer's gathered weights after its forward pass. False: faster, and each
+    process holds weights and gradients of the whole model during a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from crossrl.tape.api import SAMPLER_COLUMN, RunTape, Split, open_run, stage_ran
 from crossrl.tape.compare import Difference, compare
 from crossrl.tape.errors import Mismatch
 from crossrl.tape.gap import input_differences, meaning_verdict
+from crossrl.tape.imported import notes
 from crossrl.tape.record import Record
 from crossrl.tape.values import plain
 
@@ -136,6 +137,7 @@ class _Walk:
                 self.warnings += [
                     f"run {side} is not a valid reproduction; it accepted: {m.line()}" for m in record.header.accepted
                 ]
+                self.warnings += [f"run {side}: {note}" for note in notes(record.header)]
             self.compared += 1
             self._note_settings(stage, *pair)
             found = self._pair(stage, at, *pair)

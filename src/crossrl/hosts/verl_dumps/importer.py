@@ -45,8 +45,19 @@ class Imported:
 
 def import_verl(options: Options) -> Imported:
     """Read the dumps and write the tape ``options.out``, all or nothing. Raises ``DumpError``."""
+    try:
+        return _import(options)
+    except OSError as error:
+        raise DumpError(f"{error}. Nothing was written to {options.out}") from error
+
+
+def _import(options: Options) -> Imported:
     if options.train is None and options.val is None:
         raise DumpError("nothing to import: name a dump of training, or one of validation with --val")
+    if not options.timeout_s > 0:
+        raise DumpError(f"--timeout {options.timeout_s:g}: want seconds, above 0")
+    if options.step is not None and options.step < 0:
+        raise DumpError(f"--step {options.step}: want a number from 0")
     require_free(options.out)
     warnings: list[str] = []
     sources: list[tuple[Split, Source]] = []

@@ -6,7 +6,9 @@ function returned besides; the trainer with the transfer queue adds ``uid``, its
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,8 +38,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """One file. ``cut``: what says that its writer did not come to the end, or None."""
+    """One file. ``digest``: of its bytes. ``cut``: what says that its writer did not come to the end, or None."""
 
+    digest: str
     step: int
     lines: list[Line]
     cut: str | None
@@ -66,7 +69,10 @@ def read_lines(path: Path, step: int | None) -> Lines | None:
                 cut = f"line {number}, the last one, was cut off and is left out"
                 continue
             raise DumpError(f"{path}, line {number}: {error}. Each line is one JSON map, as verl writes it") from None
-    return _checked(path, step, maps, cut)
+    step = _step_of(path, step, maps)
+    lines = [_line(f"{path}, line {number}", number, row) for number, row in maps]
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    return Lines(digest, step, lines, cut, _mixed_keys(path, lines))
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -89,9 +95,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _checked(path: Path, step: int | None, maps: list[tuple[int, dict[str, Any]]], cut: str | None) -> Lines:
+def _step_of(path: Path, step: int | None, maps: list[tuple[int, dict[str, Any]]]) -> int:
+    """The one step of all lines, each of which has verl's keys."""
     first_number, first = maps[0]
-    lines: list[Line] = []
     for number, row in maps:
         place = f"{path}, line {number}"
         lacking = [key for key in REQUIRED if key not in row]
@@ -113,19 +119,23 @@ def _checked(path: Path, step: int | None, maps: list[tuple[int, dict[str, Any]]
                 f"{place}: step {found}, expected {step} (from {said}). A file holds one step, as verl writes it: "
                 f"{{step}}.jsonl"
             )
-        lines.append(_line(place, number, row))
     assert step is not None
+    return step
+
+
+def _mixed_keys(path: Path, lines: list[Line]) -> tuple[str, ...]:
+    """A warning where reward functions did not return the same keys for all samples."""
     counts = Counter(frozenset(line.extra) for line in lines)
-    warnings = []
-    if len(counts) > 1:
-        usual = counts.most_common(1)[0][0]
-        odd = [line for line in lines if frozenset(line.extra) != usual]
-        keys = sorted(frozenset(odd[0].extra) ^ usual)
-        warnings.append(
-            f"{path}: {len(odd)} of {len(lines)} lines have other extra keys than the rest (first: line "
-            f"{odd[0].number}, {', '.join(keys)}); each sample has those of its own line"
-        )
-    return Lines(step, lines, cut, tuple(warnings))
+    if len(counts) == 1:
+        return ()
+    usual = counts.most_common(1)[0][0]
+    odd = [line for line in lines if frozenset(line.extra) != usual]
+    keys = sorted(frozenset(odd[0].extra) ^ usual)
+    warning = (
+        f"{path}: {len(odd)} of {len(lines)} lines have other extra keys than the rest (first: line "
+        f"{odd[0].number}, {', '.join(keys)}); each sample has those of its own line"
+    )
+    return (warning,)
 
 
 def _step(place: str, value: Any) -> int:
@@ -141,8 +151,12 @@ def _line(place: str, number: int, row: dict[str, Any]) -> Line:
     score = row["score"]
     if isinstance(score, bool) or not isinstance(score, (int, float, type(None))):
         raise DumpError(f"{place}: score is {score!r}; want a number, or null for none")
+    try:
+        value = math.nan if score is None else float(score)
+    except OverflowError:
+        raise DumpError(f"{place}: score is beyond what a float holds") from None
     return Line(
-        number, row["input"], row["output"], float("nan") if score is None else float(score), "gts" in row,
+        number, row["input"], row["output"], value, "gts" in row,
         row.get("gts"), {k: row[k] for k in RANDOM if k in row},
         {k: v for k, v in row.items() if k not in OURS and k not in RANDOM},
     )  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from crossrl.files import file_digests
 from crossrl.hosts.verl_dumps.errors import DumpError
 
 CHILD = Path(__file__).with_name("unpickle_child.py")
@@ -34,9 +35,11 @@ REFUSAL = (
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """What was in one file. ``tensors``: by name, first dimension N. ``columns``: by name, N values each."""
+    """What was in one file. ``digest``: of the file before it was opened. ``tensors``: by name, first dimension N.
+    ``columns``: by name, N values each."""
 
     path: Path
+    digest: str
     tensors: Mapping[str, np.ndarray]
     columns: Mapping[str, list[Any]]
     meta: Mapping[str, Any]
@@ -55,24 +58,26 @@ def unpickle(paths: Sequence[Path], python: str, limit_s: float) -> list[Neutral
     Waits for the child, ``limit_s`` seconds at most; then it and what it started are killed. ``python``: an interpreter
     that can import verl. Raises ``DumpError``.
     """
+    digests = [f"sha256:{digest}" for digest in file_digests(paths)]
     folder = Path(tempfile.mkdtemp(prefix="crossrl-import-"))
+    said = folder / "said.txt"
     try:
-        with _running([python, str(CHILD), str(folder), *(str(p.absolute()) for p in paths)]) as child:
-            _finish(child, paths, python, limit_s)
-        return [_take(folder, i, path) for i, path in enumerate(paths)]
+        with _running([python, str(CHILD), str(folder), *(str(p.absolute()) for p in paths)], said) as child:
+            _finish(child, paths, python, limit_s, said)
+        return [_take(folder, i, path, digest) for i, (path, digest) in enumerate(zip(paths, digests, strict=True))]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def _running(command: list[str], said: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A child in a session of its own, which is gone with all its children when the block ends."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CROSSRL_VERL": "0"}
     try:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", env=environment, start_new_session=True,
-        )  # fmt: skip
+        with said.open("xb") as file:  # no pipe: what the child starts could hold it open for ever
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
     except OSError as error:
         raise DumpError(
             f"--python {command[0]} cannot be started ({error}): want an interpreter in which import verl works"
@@ -83,13 +88,11 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
 
 
-def _finish(child: subprocess.Popen[str], paths: Sequence[Path], python: str, limit_s: float) -> None:
+def _finish(child: subprocess.Popen[bytes], paths: Sequence[Path], python: str, limit_s: float, said: Path) -> None:
     try:
-        said, _ = child.communicate(timeout=limit_s)
+        child.wait(limit_s)
     except subprocess.TimeoutExpired:
         raise DumpError(
             f"the process that opens {paths[0]}{' and others' if len(paths) > 1 else ''} was not done after "
@@ -98,16 +101,18 @@ def _finish(child: subprocess.Popen[str], paths: Sequence[Path], python: str, li
         ) from None
     if child.returncode == 0:
         return
-    last = said.strip()[-2000:] or "(it said nothing)"
+    with said.open("rb") as file:
+        file.seek(max(0, said.stat().st_size - 2000))
+        last = file.read().decode(errors="replace").strip() or "(it said nothing)"
     hint = (
         f"; give an interpreter in which import verl works: --python PATH (this was {python})"
-        if "verl cannot be imported" in said or "No module named" in said
+        if "verl cannot be imported" in last or "No module named" in last
         else ""
     )
     raise DumpError(f"the process that opens the pickles ended with {child.returncode}{hint}. It said:\n{last}")
 
 
-def _take(folder: Path, i: int, path: Path) -> Neutral:
+def _take(folder: Path, i: int, path: Path, digest: str) -> Neutral:
     """Read what the child wrote. It ran a stranger's code, so its files are checked like any stranger's."""
     numbers, text = folder / f"{i}.safetensors", folder / f"{i}.json"
     try:
@@ -116,12 +121,12 @@ def _take(folder: Path, i: int, path: Path) -> Neutral:
                 raise DumpError(f"{path}: the process that opened it left something else than a file at {file.name}")
         tensors = load_file(numbers)
         about = json.loads(text.read_text(encoding="utf-8"))
-        found = Neutral(
-            path, tensors, about["columns"], about["meta"], about["left_out"], about["samples"], about["verl"]
-        )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        columns, meta, left_out = (dict(about[key]) for key in ("columns", "meta", "left_out"))
+        samples, verl = int(about["samples"]), str(about["verl"])
+        lengths = {key: len(values) for key, values in [*tensors.items(), *columns.items()]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise DumpError(f"{path}: what the process that opened it handed back cannot be read ({error!r})") from None
-    for key, values in [*found.tensors.items(), *found.columns.items()]:
-        if len(values) != found.samples:
-            raise DumpError(f"{path}: {key} has {len(values)} entries for {found.samples} samples")
-    return found
+    for key, count in lengths.items():
+        if count != samples:
+            raise DumpError(f"{path}: {key} has {count} entries for {samples} samples")
+    return Neutral(path, digest, tensors, columns, meta, left_out, samples, verl)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from crossrl.batch import Batch, Ragged
-from crossrl.files import file_digest
 from crossrl.hosts.verl.padded import PER_TOKEN, rows
 from crossrl.hosts.verl.prompts import FIELDS, samples
 from crossrl.hosts.verl_dumps.dump import Dump
@@ -27,7 +26,7 @@ _RANDOM = ("uid", "request_id")
 def proto_dump(found: Neutral, step: int, tokens: Tokens | None = None) -> Dump:
     """``tokens``: decode the responses. Samples stay in verl's order, that of generation. Raises ``DumpError``."""
     prompts, responses = _lengths(found)
-    columns = _prompt_side(found, prompts)
+    columns: dict[str, Any] = _prompt_side(found, prompts)
     ids = tuple(f"{g}/{r}" for g, r in zip(columns["group_id"], columns.pop("repeat"), strict=True))
     columns["prompt_ids"], columns["response_ids"] = prompts, responses
     for name, kind in PER_TOKEN.items():
@@ -47,7 +46,7 @@ def proto_dump(found: Neutral, step: int, tokens: Tokens | None = None) -> Dump:
     missing += ["advantages"] if reward else ["score", "advantages"]
     warnings = tuple(f"{found.path}: {key} was left out: {what}" for key, what in found.left_out.items())
     return Dump(
-        found.path, f"sha256:{file_digest(found.path)}", step, "dp", Batch(ids, columns), Batch(ids, reward),
+        found.path, found.digest, step, "dp", Batch(ids, columns), Batch(ids, reward),
         {n: found.columns[n] for n in _RANDOM if n in found.columns}, "as sampled", tokens.digest if tokens else None,
         tuple(missing), None, warnings, found.verl,
     )  # fmt: skip
@@ -94,7 +93,7 @@ def _rows(found: Neutral, name: str, lengths: np.ndarray, kind: Any) -> Ragged:
     return rows(torch.from_numpy(values), torch.from_numpy(lengths), kind)
 
 
-def _prompt_side(found: Neutral, prompts: Ragged) -> dict[str, list[Any]]:
+def _prompt_side(found: Neutral, prompts: Ragged) -> dict[str, Any]:
     """``group_id``, ``repeat``, and what is known of the prompts, one entry per sample."""
     keys = [json_digest(row.tolist()) for row in prompts.rows()]
     uids: Sequence[Any] = found.columns.get("uid", keys)

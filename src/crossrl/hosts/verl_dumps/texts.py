@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from crossrl.batch import Batch, Ragged
-from crossrl.files import file_digest
 from crossrl.hosts.verl_dumps.dump import Dump
 from crossrl.hosts.verl_dumps.lines import Line, read_lines
 from crossrl.hosts.verl_dumps.tokens import REENCODED, Tokens
@@ -54,7 +53,7 @@ def text_dump(path: Path, step: int | None, tokens: Tokens | None = None) -> Dum
         if any(key in line.random for line in lines):
             where[key] = [_plain(line.random.get(key)) for line in lines]
     return Dump(
-        path, f"sha256:{file_digest(path)}", found.step, "jsonl", Batch(ids, columns), Batch(ids, reward), where,
+        path, found.digest, found.step, "jsonl", Batch(ids, columns), Batch(ids, reward), where,
         REENCODED if tokens else "not in this dump", tokens.digest if tokens else None, tuple(missing), found.cut,
         found.warnings,
     )  # fmt: skip

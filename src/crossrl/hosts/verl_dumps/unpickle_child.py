@@ -5,8 +5,10 @@ Whatever a pickle does happens in this process. What it hands back is numbers an
 nothing of ours, and Python from 3.10 on will do.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 
 def main(folder, files):
+    die_with_parent()
     os.environ.pop("VERL_USE_EXTERNAL_MODULES", None)  # plug-ins are for trainings
     try:
         import verl
@@ -26,6 +29,11 @@ def main(folder, files):
         if not isinstance(data, DataProto):
             give_up(f"{file} holds a {type(data).__module__}.{type(data).__qualname__}, not a DataProto of verl")
         write(f"{folder}/{i}", data, getattr(verl, "__version__", "unknown"))
+
+
+def die_with_parent():
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def give_up(message):
