@@ -242,7 +242,7 @@ def saved(tmp_path: Path) -> tuple[Checkpoints, Group, types.SimpleNamespace]:
     group = Group(tmp_path)
     checkpoints = Checkpoints(tmp_path, group, lambda function, *args: [])
     facts = checkpoints.save(3, 4)
-    header = types.SimpleNamespace(info={"checkpoint": facts})
+    header = types.SimpleNamespace(info={"path/checkpoint": facts})
     return checkpoints, group, types.SimpleNamespace(path=tmp_path / "ckpt_3", header=header)
 
 

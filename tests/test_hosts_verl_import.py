@@ -183,6 +183,8 @@ def test_inspect_shows_scores_and_says_what_is_not_in_the_dump(tmp_path: Path, c
     for words in ((out,), (out, "--step", 1), (out, "--step", 1, "--stage", "rollout")):
         code, text = cli("inspect", *words)
         assert code == 0 and "not in this dump: token ids as sampled, log-probs" in text
+    code, text = cli("inspect", out, "--worst", 1)
+    assert code == 1 and "nothing to show" in text and "not in this dump" in text
     assert "mean reward 0.562" in cli("inspect", out, "--step", 1)[1]
     sample = next(v.sample_id for v in open_run(out).samples(1) if v.response == "five")
     code, text = cli("inspect", out, "--sample", sample)
@@ -221,7 +223,7 @@ GOOD = entries(1, SAMPLES[:1])[0]
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (lines(GOOD, '{"input": ', GOOD), ["1.jsonl, line 2", "not JSON", "Expecting value"][::2]),
+        (lines(GOOD, '{"input": ', GOOD), ["1.jsonl, line 2", "Expecting value"]),
         (lines(GOOD, [1]), ["1.jsonl, line 2", "a list and not a map"]),
         (lines({"prompt": "q", "response": "a"}), ["1.jsonl, line 1", "no input, output, score, step", "prompt"]),
         (lines(GOOD, GOOD | {"step": 2}), ["1.jsonl, line 2", "step 2, expected 1", "the name of the file"]),
@@ -231,7 +233,7 @@ GOOD = entries(1, SAMPLES[:1])[0]
         (lines(GOOD | {"score": 10**400}), ["1.jsonl, line 1", "beyond"]),
         (lines(GOOD | {"output": ["a"]}), ["1.jsonl, line 1", "output is a list"]),
         (lines(GOOD | {"step": "1"}), ["1.jsonl, line 1", "step is '1'"]),
-        (lines('{"input":"q","input":"p","output":"a","score":1,"step":1}'), ["1.jsonl, line 1", "'input' occurs twice"]),
+        (lines('{"input":"q","input":"p","output":"a","score":1,"step":1}'), ["line 1", "'input' occurs twice"]),
         (lines("[" * 100_000), ["1.jsonl, line 1", "nested too deeply"]),
     ],
 )  # fmt: skip
@@ -440,15 +442,13 @@ def pickled(name, value):
     (root / name).write_bytes(pickle.dumps(value))
 
 pickled("marks.dp", Runs(f"import os, pathlib; pathlib.Path({str(root / 'mark')!r}).write_text(str(os.getpid()))"))
-pickled("hangs.dp", Runs(
-    f"import os, pathlib, time; pathlib.Path({str(root / 'pid')!r}).write_text(str(os.getpid())); time.sleep(600)"))
 pickled("map.dp", {"prompts": 1})
 """
 
 
 @pytest.fixture(scope="module")
 def pickles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder of pickles, and an interpreter in which a package ``verl`` can be imported that writes and reads them."""
+    """A folder of pickles, and an interpreter with a package ``verl`` that writes and reads them."""
     root = tmp_path_factory.mktemp("pickles")
     package = root / "site" / "verl"
     package.mkdir(parents=True)
@@ -467,7 +467,7 @@ def test_a_pickle_is_refused_and_not_opened_unless_it_is_trusted(
     root, python = pickles
     code, text = cli("import", "verl", root / "marks.dp", "--step", 1, "--python", python, "--out", tmp_path / "out")
     assert code == 2 and not (root / "mark").exists() and not (tmp_path / "out").exists()
-    for part in ("runs whatever its writer put into it", "rollout_data_dir", "tape.mode=record", "--trust-pickle"):
+    for part in ("runs whatever code it holds", "rollout_data_dir", "tape.mode=record", "--trust-pickle"):
         assert part in text
 
 
@@ -513,15 +513,20 @@ def test_a_pickle_with_data_rows_has_the_ids_of_the_host(pickles: tuple[Path, st
     assert record.batch["ground_truth"] == ["1", "1", "2", "2"]
 
 
-def test_a_pickle_that_hangs_is_killed_at_the_limit(pickles: tuple[Path, str], tmp_path: Path) -> None:
-    root, python = pickles
+def test_a_child_that_hangs_is_killed_at_the_limit_with_what_it_started(
+    pickles: tuple[Path, str], tmp_path: Path
+) -> None:
+    root, _ = pickles
+    hangs = tmp_path / "hangs"
+    hangs.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {tmp_path}/pids\nwait\n")
+    hangs.chmod(0o755)
     begin = time.monotonic()
-    with pytest.raises(DumpError, match="was not done after 20 s and was killed"):
-        imported(root / "hangs.dp", tmp_path / "out", step=1, trust_pickle=True, python=python, timeout_s=20)
+    with pytest.raises(DumpError, match="was not done after 2 s and was killed"):
+        imported(root / "map.dp", tmp_path / "out", step=1, trust_pickle=True, python=str(hangs), timeout_s=2)
     assert time.monotonic() - begin < 60
-    pid = int((root / "pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    for pid in (tmp_path / "pids").read_text().split():
+        status = Path(f"/proc/{pid}/stat")
+        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
     assert not (tmp_path / "out").exists()
 
 
@@ -543,9 +548,9 @@ def test_what_the_child_cannot_do_is_said_with_the_next_step(pickles: tuple[Path
 
 def test_a_pickle_needs_its_step_and_archives_are_not_read(pickles: tuple[Path, str], tmp_path: Path) -> None:
     root, _ = pickles
-    with pytest.raises(DumpError, match="does not tell its step.*--step 1"):
+    with pytest.raises(DumpError, match=r"does not tell its step.*--step 1"):
         imported(root / "map.dp", tmp_path / "out")
-    with pytest.raises(DumpError, match="--step 5, but .* is of step 2"):
+    with pytest.raises(DumpError, match=r"--step 5, but .* is of step 2"):
         imported(root / "good/2/gen_batch.dp", tmp_path / "out", step=5)
     (tmp_path / "tq_batch.pt").write_bytes(b"PK\x03\x04")
     with pytest.raises(DumpError, match="is not read"):
@@ -553,7 +558,7 @@ def test_a_pickle_needs_its_step_and_archives_are_not_read(pickles: tuple[Path, 
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "gen_batch.dp").write_bytes(b"\x80")
     (tmp_path / "3" / "meta.json").write_text("{}")
-    with pytest.raises(DumpError, match="meta.json does not say the step"):
+    with pytest.raises(DumpError, match=r"meta\.json does not say the step"):
         imported(tmp_path, tmp_path / "out")
 
 
@@ -594,7 +599,7 @@ def test_what_the_child_left_is_not_believed(tmp_path: Path) -> None:
     assert _take(tmp_path, 0, Path("x"), "d").samples == 1
     for about in (good | {"columns": {"uid": ["x", "y"]}}, good | {"columns": 3}, {}, [], good | {"samples": 2}):
         left({"prompts": np.zeros((1, 2))}, about)
-        with pytest.raises(DumpError, match="cannot be read|entries for"):
+        with pytest.raises(DumpError, match=r"cannot be read|entries for"):
             _take(tmp_path, 0, Path("x"), "d")
     (tmp_path / "0.json").unlink()
     (tmp_path / "0.json").symlink_to("/etc/passwd")

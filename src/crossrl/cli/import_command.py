@@ -12,7 +12,7 @@ Make a tape from what verl itself has dumped, so that crossrl inspect and crossr
   JSON Lines   trainer.rollout_data_dir or trainer.validation_data_dir of verl: {step}.jsonl. Text and scores, without
                token ids and log-probs: what is not in the dump is not in the tape.
   pickles      {step}/gen_batch.dp of verl's rollout skip: token ids and log-probs. Only with --trust-pickle, since
-               opening a pickle runs what its writer put into it; in a process of its own, under --python.
+               opening a pickle runs whatever code it holds; in a process of its own, under --python.
 
 The tape says from which file, of which digest, each record is. Nothing is overwritten.
 """

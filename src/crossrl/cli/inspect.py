@@ -133,14 +133,11 @@ def _samples(args: argparse.Namespace, recorded: Recorded, steps: list[int]) -> 
     if args.worst is not None:
         total, found = len(found), worst(found, args.worst)
         title = f"the {len(found)} of {total} samples in which sampler and trainer differ most"
-    if not found:
-        return (
-            1,
-            [],
-            [Text(f"{title}: nothing to show" + ("" if args.val else " (validation's samples are apart: --val)"))],
-        )
     said = dict.fromkeys(note for step in steps for note in imported(recorded.tape, step, _split(args)))
     notes = [Text(visible(note), "yellow") for note in said]
+    if not found:
+        apart = "" if args.val else " (validation's samples are apart: --val)"
+        return 1, [], [Text(f"{title}: nothing to show{apart}"), *notes]
     return 0, as_json([asdict(r) for r in found]), [*show_rows(found, title), *notes]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -78,8 +77,4 @@ def replace_target(engine: RolloutEngine, change: Callable[[Target], Target]) ->
     if engine.name == "hf":
         engine._receiving = Receiving(change(engine))  # type: ignore[attr-defined]
         return
-
-    def in_worker(worker: Any) -> None:
-        worker.crossrl_receiving = Receiving(change(worker.crossrl_target))
-
-    engine._llm.collective_rpc(in_worker)  # type: ignore[attr-defined]
+    engine._rpc("crossrl_receive_into", change)  # type: ignore[attr-defined]

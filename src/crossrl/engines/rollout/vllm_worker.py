@@ -18,9 +18,9 @@ used here, inside our transaction.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from crossrl.engines.base import EngineError
 from crossrl.engines.rollout.receiving import Receiving
 from crossrl.engines.rollout.transaction import WeightTransaction
 from crossrl.engines.rollout.vllm_held import Part, negative_zeros_of, packed, parts_of, read
+
+if TYPE_CHECKING:  # it needs the extra `sync`
+    from crossrl.sync.target import Target
 
 
 class VllmTarget:
@@ -184,6 +187,11 @@ class VllmWorkerExtension:
     def crossrl_get_target(self) -> VllmTarget:
         """For an engine in the same process."""
         return self.crossrl_target
+
+    def crossrl_receive_into(self, change: Callable[[VllmTarget], Target]) -> None:
+        """Weights are received into ``change(target)`` from now on (``cross.faults.in_engine``)."""
+        self.crossrl_receiving.close()
+        self.crossrl_receiving = Receiving(change(self.crossrl_target))
 
     def crossrl_held(self) -> list[tuple[str, torch.Tensor]]:
         """What all ranks together compute with, on the CPU; from the first rank, nothing from the others."""

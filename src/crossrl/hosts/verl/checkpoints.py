@@ -18,6 +18,8 @@ from crossrl.hosts.verl.weights import forget_saved
 from crossrl.tape.record import Record
 
 SUFFIX = ".verl"
+FACTS = "path/checkpoint"
+"""Of the update's info. Like all paths it is left out where two runs are compared: pickles are never equal bytes."""
 
 
 class Checkpoints:
@@ -50,7 +52,7 @@ class Checkpoints:
 
     def load(self, record: Record) -> None:
         """Bring the checkpoint of ``record`` into verl's workers. Raises ``HostError`` if it is not the one saved."""
-        facts = record.header.info.get("checkpoint")
+        facts = record.header.info.get(FACTS)
         if not isinstance(facts, dict):
             raise HostError(f"{record.path} has no checkpoint of verl: it was published by another kind of run")
         folder = self.root / f"{record.path.name}{SUFFIX}"

@@ -65,7 +65,12 @@ def described(
         "finish_reason": ["length" if c else "stop" for c in cut],
         "rollout_weight_version": np.array(versions, np.int64),
         "response": [decode(r.tolist()) for r in responses.rows()],
-        "verl": extras,
+        "verl": [_in_order(each) for each in extras],
     }
     meanings = {"rollout_log_probs": meaning} if "rollout_log_probs" in columns else {}
     return Batch(tuple(ids), whole, meanings, info)
+
+
+def _in_order(value: Any) -> Any:
+    """With sorted keys: verl puts them together from sets, so two equal runs have them in another order."""
+    return {key: _in_order(value[key]) for key in sorted(value)} if isinstance(value, dict) else value

@@ -11,7 +11,7 @@ from typing import Any
 
 from crossrl.batch import Batch, Meaning
 from crossrl.hosts.verl.adapter import Adapter
-from crossrl.hosts.verl.checkpoints import Checkpoints
+from crossrl.hosts.verl.checkpoints import FACTS, Checkpoints
 from crossrl.hosts.verl.curves import Rows, row_of
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.facts import IGNORE, OWN, Facts
@@ -85,7 +85,7 @@ class Session:
             info = {"state": state, "metrics": self.adapter.metrics(native, kwargs), "verl": {"version": installed()}}
             if self.exchange and WRITER["update"] == self.exchange.role:
                 index = self.tape.calls(self.exchange.label, "update") - 1  # counted already
-                info["checkpoint"] = self.checkpoints.save(index, at.step)
+                info[FACTS] = self.checkpoints.save(index, at.step)
             return native, info
 
         self.updater.run, self.updater.native = run, None
@@ -204,7 +204,7 @@ class Session:
         if self.recording:
             self.tape.start()
             self.tape.set_aside(done or -1)
-            self.rows.start(done)
+            self.rows.start(done, self.config, self.facts.total_steps)
         if self.settings.skip_dir:
             counts["rollout skip/cache/rollout/train"] = done
         if self.exchange:

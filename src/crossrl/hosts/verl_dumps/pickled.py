@@ -24,7 +24,7 @@ from crossrl.hosts.verl_dumps.errors import DumpError
 
 CHILD = Path(__file__).with_name("unpickle_child.py")
 REFUSAL = (
-    "{path} is a pickle. Opening a pickle runs whatever its writer put into it, with your rights: it can read your "
+    "{path} is a pickle. Opening a pickle runs whatever code it holds, with your rights: it can read your "
     "files and keys, and change or delete them; no check beforehand can rule that out. It was not opened.\n"
     "If you do not know who wrote it, do not open it. Ask for trainer.rollout_data_dir of verl instead (JSON Lines: "
     "text and scores), or record the run with the host (++tape.mode=record: everything, checked; "
