@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from crossrl import settings
@@ -192,7 +194,17 @@ def engine_spec(cfg: RunConfig, tokenizer: Any) -> EngineSpec:
 
 def threads_of(cfg: RunConfig) -> int:
     """PyTorch's, in each worker: training and generation take turns, workers of a kind share the cores of a machine."""
-    return cfg.trainer.num_threads or max(1, (os.cpu_count() or 1) // workers_of_a_kind(cfg))
+    cores = max(1, (os.cpu_count() or 1) // workers_of_a_kind(cfg))
+    return cfg.trainer.num_threads or min(cores, choose_threads(_parameters(cfg.actor_rollout_ref.model.path or ""))[0])
+
+
+def _parameters(folder: str) -> int:
+    """How many numbers the model in ``folder`` has, as far as its files say."""
+    count = 0
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count
 
 
 def device_of(cfg: RunConfig) -> torch.device:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from crossrl.cross.arms import Arm, Experiment
-from crossrl.cross.folder import PAIRS
+from crossrl.cross.folder import PAIRS, Folder
+from crossrl.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class NextSteps:
     a: str | None = None
     b: str | None = None
     named: dict[str, Path] = field(default_factory=dict)
+    commands: tuple[str, str] | None = None
+    """Of the sides, where they are commands of verl, which have no stages that could be examined."""
 
     def whole(self) -> str:
         """The whole experiment; ``crossrl cross`` does what is missing in the folder and keeps the rest."""
@@ -26,7 +29,7 @@ class NextSteps:
 
     def arm(self, name: str) -> tuple[str, ...]:
         """How to get one arm: for runs launched by hand, the two commands of a pair."""
-        if self.root is not None and self.a and self.b:
+        if self.root is not None and (self.commands or (self.a and self.b)):
             return (self.whole(),)
         if name not in PAIRS:
             return (self._train(name[0], f"trainer.default_local_dir=outputs/{name}"),)
@@ -51,12 +54,14 @@ class NextSteps:
         words = [str(self.root)] if self.root else []
         for name, path in self.named.items():
             words += [f"--{name.lower()}", str(path)]
-        if not (self.root and self.a and self.b):
+        if not (self.root and (self.commands or (self.a and self.b))):
             words += [word for name in arms for word in (f"--{name.lower()}", f"outputs/{name}")]
         return f"crossrl verdict {shlex.join(words)}" if words else "crossrl verdict DIR"
 
     def examine(self) -> tuple[str, ...]:
         """Examinations of both tapes, which are recorded first where runs were launched by hand."""
+        if self.commands:
+            return (self.whole(),)
         words = "tape.mode=record tape.state=True trainer.stop_after_steps=3"
         root, runs = self.root or Path("outputs/cross"), []
         commands = []
@@ -72,6 +77,9 @@ class NextSteps:
 
     def _cross(self, suffix: str) -> str:
         out = shlex.quote(f"{self.root or 'outputs/cross'}{suffix}")
+        if self.commands:
+            a, b = map(shlex.quote, self.commands)
+            return f"crossrl cross --a-command {a} --b-command {b} --out {out}"
         return f"crossrl cross --a {self.a or 'A.yaml'} --b {self.b or 'B.yaml'} --out {out}"
 
     def _train(self, side: str, words: str) -> str:
@@ -90,7 +98,15 @@ def next_steps(experiment: Experiment) -> NextSteps:
         known[side] = next((shlex.quote(str(f)) for f in files if f.is_file()), None)
     own = experiment.folder.root if experiment.folder else None
     named = {n: a.runs[0] for n, a in experiment.arms.items() if a.runs and not _inside(a.runs[0], own)}
-    return NextSteps(own, known["A"], known["B"], named)
+    return NextSteps(own, known["A"], known["B"], named, commands_of(experiment.folder))
+
+
+def commands_of(folder: Folder | None) -> tuple[str, str] | None:
+    """Of an experiment whose sides are commands of verl."""
+    if folder is None or not folder.experiment.is_file():
+        return None
+    found = read_json(folder.experiment).get("commands")
+    return (str(found[0]), str(found[1])) if found else None
 
 
 def _inside(path: Path, root: Path | None) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from crossrl.config import load_config
 from crossrl.config.resolved import flatten, to_yaml
@@ -35,6 +36,17 @@ class PlanError(ValueError):
     """The experiment cannot be run as asked; the message says what to change."""
 
 
+class Runs(Protocol):
+    """Of a side, what its jobs need to know. ``env``: variables of its processes; ``remote``: see ``cross.remote``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def env(self) -> Mapping[str, str]: ...
+    @property
+    def remote(self) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """``config``: its resolved configuration, a file in the experiment's folder. ``python``, ``env``, ``remote``: see
@@ -48,6 +60,10 @@ class Side:
     def remote(self) -> str | None:
         return self.settings.cross.remote
 
+    @property
+    def env(self) -> Mapping[str, str]:
+        return self.settings.cross.env
+
     def command(self, *words: str) -> list[str]:
         return [self.settings.cross.python or sys.executable, "-m", "crossrl", *words]
 
@@ -59,11 +75,12 @@ class Side:
 class Job:
     """One process. ``run``: the folder with its metrics, None for an examination. ``result``: what must be there when
     it has ended well, and ``tape``: the records that it must be of. ``log``: where its output goes; its exit code is
-    kept beside it."""
+    kept beside it. ``env``: further variables. ``fresh``: it does not go on where it was, so what is there goes first.
+    ``fatal``: what it says before it hangs."""
 
     name: str
     what: str
-    side: Side
+    side: Runs
     command: Sequence[str]
     log: Path
     run: Path | None = None
@@ -71,6 +88,8 @@ class Job:
     result: Path | None = None
     tape: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    fatal: re.Pattern[bytes] | None = None
 
     @property
     def exit_file(self) -> Path:
@@ -78,7 +97,7 @@ class Job:
 
     def shell(self) -> str:
         """One line for a shell, as it is shown for a side that runs elsewhere."""
-        words = [f"{k}={shlex.quote(v)}" for k, v in self.side.settings.cross.env.items()] + [shlex.join(self.command)]
+        words = [f"{k}={shlex.quote(v)}" for k, v in self.side.env.items()] + [shlex.join(self.command)]
         inner = f"cd {shlex.quote(str(Path.cwd()))} && {' '.join(words)} > {shlex.quote(str(self.log))} 2>&1"
         inner += f"; echo $? > {shlex.quote(str(self.exit_file))}"
         return f"{self.side.remote} {shlex.quote(inner)}"

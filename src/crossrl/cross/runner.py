@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -14,9 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from crossrl.cross.plan import Job
+from crossrl.cross.watch import GRACE_S, clear, first_match
 from crossrl.files import publish_text, read_json
 
 POLL_S = 0.25
+LOOK_S = 3.0
 State = Literal["waiting", "running", "done", "failed"]
 
 
@@ -31,6 +35,9 @@ class Progress:
     began: float | None = None
     seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    looked: float = 0.0
+    failing: float | None = None
+    """When its log was read for what it says before it hangs, and since when it has said so."""
 
     @property
     def active(self) -> bool:
@@ -93,12 +100,15 @@ def _start(line: Progress) -> None:
         return
     job.log.parent.mkdir(parents=True, exist_ok=True)
     job.exit_file.unlink(missing_ok=True)
+    if job.fresh and job.run is not None:
+        shutil.rmtree(job.run, ignore_errors=True)
+        job.log.unlink(missing_ok=True)
     line.began, line.state = time.monotonic(), "running"
     if job.side.remote is not None:
         line.detail = "start it there: see the command above"
         return
     with job.log.open("ab") as log:
-        env = {**os.environ, **job.side.settings.cross.env, "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **job.side.env, **job.env, "PYTHONUNBUFFERED": "1"}
         # A session of its own: Ctrl-C in the terminal reaches this process, which then asks the others to end, once.
         line.process = subprocess.Popen(
             job.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, start_new_session=True
@@ -119,12 +129,25 @@ def _look(line: Progress) -> None:
             code = int(job.exit_file.read_text())
     if code is not None:
         _ended(line, code)
+    elif job.fatal is not None and _hangs(line, job.fatal):
+        line.state = "failed"
     elif reward is not None:
         line.detail = f"reward {reward:.3f}"
 
 
+def _hangs(line: Progress, fatal: re.Pattern[bytes]) -> bool:
+    """Whether an error has stood in the log for ``GRACE_S``, and the process is still there."""
+    now = time.monotonic()
+    if line.failing is None and now - line.looked > LOOK_S:
+        line.looked, told = now, first_match(fatal, line.job.log)
+        if told:
+            line.failing, line.detail = now, told
+    return line.failing is not None and now - line.failing > GRACE_S
+
+
 def _ended(line: Progress, code: int) -> None:
     job = line.job
+    clear(job.env)
     publish_text(job.exit_file, f"{code}\n")
     line.step, reward = _last(job)
     if ended_well(job, code):
@@ -201,3 +224,6 @@ def _stopped_at_the_end(lines: Sequence[Progress]) -> Iterator[None]:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+            for line in lines:
+                if line.process is not None:
+                    clear(line.job.env)

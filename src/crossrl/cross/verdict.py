@@ -1,4 +1,5 @@
-"""The verdict over everything that is known: the examinations of the tapes first, the four arms' curves second.
+"""The verdict over everything that is known: the examinations of the tapes first, the four arms' curves second. Of runs
+that nobody examined, the arms' records go before their curves (``arm_records``).
 
 An examination compares a stage on equal inputs, so where it locates a fault it counts, and the curves confirm or
 contradict it. The curves decide where it finds nothing, or has not been made.
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from crossrl.cross.arm_records import ArmRecords, judge_arms
 from crossrl.cross.arms import Experiment, load_experiment, read_config
 from crossrl.cross.effects import FEWEST_STEPS, Numerics
 from crossrl.cross.findings import PART, Evidence, Examination, Setting, Verdict, to_json
@@ -20,6 +22,7 @@ from crossrl.files import dump_json, publish_text
 
 NOT_EXAMINED = Evidence("stages", "A's tape was not examined by B.")
 ASSUMED = "B is taken for the healthy side. Were B at fault, the stages would differ in the same places."
+ASSUMED_RECORDS = "B is taken for the healthy side. Were B at fault, the records would differ in the same places."
 UNAFFECTED = "Training is not affected: no advantage changes by it."
 
 
@@ -39,7 +42,8 @@ def recompute(
     steps = next_steps(experiment)
     curves = scenario(experiment.arms, steps, rounding_of(experiment.examinations), metrics)
     settings = () if experiment.examinations else settings_of_arms(experiment)
-    verdict = conclude(experiment.examinations, curves, settings, steps)
+    records = None if experiment.examinations else _records_of(experiment)
+    verdict = conclude(experiment.examinations, curves, settings, steps, records)
     if experiment.folder is not None:
         try:
             publish_text(experiment.folder.verdict, dump_json(to_json(verdict)))
@@ -54,14 +58,17 @@ def conclude(
     curves: Scenario | None = None,
     settings: Iterable[Setting] = (),
     steps: NextSteps | None = None,
+    records: ArmRecords | None = None,
 ) -> Verdict:
-    """One verdict. ``settings``: that differ, besides those which the examinations name.
+    """One verdict. ``settings``: that differ, besides those which the examinations name. ``records``: of the arms, for
+    runs of which no stage was examined.
 
-    Raises ``VerdictError`` when there is neither an examination nor a curve: a comparison of nothing fails.
+    Raises ``VerdictError`` when there is neither an examination, nor a curve, nor an arm's record: a comparison of
+    nothing fails.
     """
     steps = steps or NextSteps()
     located = locate(examinations)
-    if located is None and curves is None:
+    if located is None and curves is None and records is None:
         raise VerdictError(
             "nothing to compare: no examination, and no metrics of BB and of another arm. Run the experiment: "
             f"{steps.whole()}; or name runs: crossrl verdict --aa RUN --bb RUN"
@@ -73,22 +80,75 @@ def conclude(
         verdict = _unstable(located, curves, steps)
     elif located is not None:
         verdict = _stages_find_nothing(located, curves, steps)
+    elif records is not None:
+        verdict = _from_records(records, curves, steps)
     else:
         assert curves is not None
-        verdict = _from_curves(curves)
-        compared = max((e.steps for e in curves.effects), default=0)
-        if verdict.conclusion == "no difference" and compared < FEWEST_STEPS:
-            text = f"Equal in {compared} steps says too little: {FEWEST_STEPS} are needed, or an examination."
-            verdict = replace(verdict, conclusion="not distinguishable",
-                              evidence=(*verdict.evidence, Evidence("curves", text)), todo=steps.examine())  # fmt: skip
+        verdict = _curves_alone(curves, steps)
     evidence = (*verdict.evidence, *_settings_that_explain(verdict, differ.values()))
     notes = (*verdict.notes, *_unseen(verdict, located))
-    noise = " ".join(text for text in (located.noise if located else "", curves.noise if curves else "") if text)
+    noise = " ".join(text for text in _noise(located, records, curves) if text)
     todo = verdict.todo or ((steps.whole(),) if verdict.exit_code == 2 else ())
     return replace(
         verdict, evidence=evidence, effects=curves.effects if curves else (), settings=tuple(differ.values()),
         noise=noise, todo=tuple(dict.fromkeys(todo)), notes=notes,
     )  # fmt: skip
+
+
+def arm_records(root: Path) -> ArmRecords | None:
+    """What the arms' tapes in the experiment's folder say."""
+    return _records_of(load_experiment(root))
+
+
+def _records_of(experiment: Experiment) -> ArmRecords | None:
+    """Of a pair, the run that trains, which has recorded both halves; a file of metrics has no records."""
+    runs = {name: arm.runs[-1] for name, arm in experiment.arms.items() if arm.runs and arm.runs[-1].is_dir()}
+    return judge_arms({name: Path(read_config(run).get("tape.dir") or run) for name, run in runs.items()})
+
+
+def _noise(located: Located | None, records: ArmRecords | None, curves: Scenario | None) -> tuple[str, ...]:
+    return tuple(each.noise for each in (located, records, curves) if each is not None)
+
+
+def _from_records(records: ArmRecords, curves: Scenario | None, steps: NextSteps) -> Verdict:
+    """Equal bits, or the first that differ on equal inputs, count; the curves decide where they tell nothing."""
+    notes = curves.notes if curves else ()
+    if records.conclusion is None:
+        verdict = _curves_alone(curves, steps) if curves else Verdict("not distinguishable")
+        todo = (*steps.arm("BB2"), steps.again("BB2")) if records.repeat and verdict.exit_code == 2 else verdict.todo
+        return replace(verdict, evidence=(*records.evidence, *verdict.evidence), todo=todo)
+    if not records.claims:
+        return Verdict(records.conclusion, evidence=records.evidence, notes=notes)
+    first = records.claims[0]
+    text = "A alone is B bit for bit, but a pair is not: the halves do not fit together, or the exchange is at fault."
+    odd = (Evidence("records", text),) if records.conclusion == "not distinguishable" else ()
+    look = () if odd or steps.root is None else _look_at(steps.root, first.walk.name, first.walk.stage, first.place[0])
+    return Verdict(
+        records.conclusion,
+        None if odd else "A",
+        tuple(dict.fromkeys(c.walk.stage for c in records.claims)),
+        first.place[0],
+        records.candidates if records.conclusion != "several" else records.parts,
+        records.gaps,
+        (*records.evidence, *odd, *_curves_on(records, curves)),
+        todo=look,
+        notes=(*notes, *(() if odd else (ASSUMED_RECORDS,))),
+    )
+
+
+def _look_at(root: Path, arm: str, stage: str, step: int) -> tuple[str, ...]:
+    run, base = (load_experiment(root).arms[name].runs[-1] for name in (arm, "BB"))
+    return (f"crossrl diff {run} {base}", f"crossrl inspect {run} --step {step} --stage {stage}")
+
+
+def _curves_alone(curves: Scenario, steps: NextSteps) -> Verdict:
+    verdict = _from_curves(curves)
+    compared = max((e.steps for e in curves.effects), default=0)
+    if verdict.conclusion == "no difference" and compared < FEWEST_STEPS:
+        text = f"Equal in {compared} steps says too little: {FEWEST_STEPS} are needed, or an examination."
+        return replace(verdict, conclusion="not distinguishable",
+                       evidence=(*verdict.evidence, Evidence("curves", text)), todo=steps.examine())  # fmt: skip
+    return verdict
 
 
 def _from_stages(located: Located, curves: Scenario | None, steps: NextSteps) -> Verdict:
@@ -123,7 +183,7 @@ def _harmless_while_curves_differ(located: Located, curves: Scenario | None) -> 
     return not set(curves.candidates) & set(located.parts)
 
 
-def _curves_on(located: Located, curves: Scenario | None) -> Iterable[Evidence]:
+def _curves_on(located: Located | ArmRecords, curves: Scenario | None) -> Iterable[Evidence]:
     """What the curves add to a fault that the examination located."""
     if curves is None:
         return

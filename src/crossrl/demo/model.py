@@ -39,14 +39,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def make_model(seed: int) -> LlamaForCausalLM:
+def make_model(seed: int, heads: int = 4) -> LlamaForCausalLM:
     """float32, random weights: normal with 0.05; what feeds the residual stream is scaled down (GPT-2, section 2.3)."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     end, pad = VOCABULARY.index(END), VOCABULARY.index(PAD)
     config = LlamaConfig(
         vocab_size=len(VOCABULARY), hidden_size=64, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=True,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=64, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         bos_token_id=None, eos_token_id=end, pad_token_id=pad, dtype="float32",
     )  # fmt: skip

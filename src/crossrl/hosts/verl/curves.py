@@ -66,4 +66,5 @@ def _config_text(config: Any, total_steps: int) -> str:
 
     body: Any = OmegaConf.to_container(config, resolve=True)
     body["trainer"]["total_training_steps"] = total_steps
-    return OmegaConf.to_yaml(OmegaConf.create(body))
+    sections = {name: part for name, part in body.items() if isinstance(part, dict)}  # as a run of ours has them
+    return OmegaConf.to_yaml(OmegaConf.create(sections))
