@@ -369,6 +369,7 @@ def test_only_the_stages_and_steps_asked_for_are_recorded(train, tmp_path):
 READ_AT_LOADING = {
     "actor_rollout_ref.actor.strategy",
     "cluster.sync_timeout",  # test_cluster_runs.py
+    "cluster.transport",
     "actor_rollout_ref.rollout.do_sample",
     "actor_rollout_ref.rollout.prompt_length",
     "actor_rollout_ref.rollout.response_length",

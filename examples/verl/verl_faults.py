@@ -1,7 +1,7 @@
 """Faults to plant in a verl run on a CPU, as patches: what a cross-examination has to find, and a control.
 
-Each is off until its variable says so (``FAULTS``), and says nothing of itself in settings, versions or metrics. Nothing
-heavy is imported: every child of the run imports this first.
+Each is off until its variable says so (``FAULTS``), and says nothing of itself in settings, versions or metrics.
+Nothing heavy is imported: every child of the run imports this first.
 """
 
 from __future__ import annotations
@@ -78,9 +78,18 @@ def _planted(name: str, target: str, fingerprint: str, wrapper: Any, distributio
 
 
 PATCHES = (
-    _planted("rotary-base", "verl_cpu_rollout:Server.__init__", "618020b4abfa37a3fec4cac0420028b4:7e5da706bba6a4f3ac46c80a", rotary_base),
-    _planted("stale-weights", "verl_cpu_rollout:Server.load", "af8eb12fc014bd61e21c2abd2da41a15:52aa14b1d217b729efb7a64ba4a", stale_weights),
-    _planted("slow-answers", "verl_cpu_rollout:Server.generate", "444956684d9464fd096eb8bae50c5bf1:dc18dd09790f9197c9f09becb1edefaa3", slow_answers),
+    _planted(
+        "rotary-base",
+        "verl_cpu_rollout:Server.__init__",
+        "618020b4abfa37a3fec4cac0420028b4:7e5da706bba6a4f3ac46c80a",
+        rotary_base,
+    ),
+    _planted(
+        "stale-weights",
+        "verl_cpu_rollout:Server.load",
+        "af8eb12fc014bd61e21c2abd2da41a15:52aa14b1d217b729efb7a64ba4a",
+        stale_weights,
+    ),
     _planted(
         "learning-rate",
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.optimizer_step",
@@ -88,6 +97,12 @@ PATCHES = (
         learning_rate,
         "verl",
     ),
+    _planted(
+        "slow-answers",
+        "verl_cpu_rollout:Server.generate",
+        "444956684d9464fd096eb8bae50c5bf1:dc18dd09790f9197c9f09becb1edefaa3",
+        slow_answers,
+    ),
 )
-FAULTS = {patch.name.removeprefix(PREFIX): f"CROSSRL_PATCH_{patch.name.upper().replace('.', '_').replace('-', '_')}"
-          for patch in PATCHES}  # fmt: skip
+FAULTS = {patch.name.removeprefix(PREFIX): patch.switch for patch in PATCHES}
+"""Name to the environment variable that switches it on."""

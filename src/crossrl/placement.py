@@ -100,7 +100,7 @@ def _apart(cfg: RunConfig, tokenizer: Any, logs: Path | None) -> Engines:
     except BaseException:
         Engines(None, None, None, None, [], closing).close()  # type: ignore[arg-type]  # only what is to be closed
         raise
-    carrier = Transfer(trainer, replicas, cfg.cluster.sync_timeout)
+    carrier = Transfer(trainer, replicas, cfg.cluster.sync_timeout, cfg.cluster.transport)
     notes = [_where(cfg), *sorted({n for n in (trainer.notice, replicas.notice) if n})]
     return Engines(trainer, reference, replicas, carrier, notes, closing, launcher)
 

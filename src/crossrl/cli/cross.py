@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from crossrl.cross.command_runs import CommandRunner
+    from crossrl.cross.experiment import Runner
     from crossrl.cross.runner import Progress
 
 DESCRIPTION = """\
@@ -33,6 +35,13 @@ examples:
   crossrl cross --a A.yaml --b B.yaml --out outputs/cross --steps 100    arms of 100 steps, schedules as planned
   crossrl cross --a demo --b demo --out outputs/cross --steps 20 --set-a cross.plant=training.lr_times_ten
 
+Two runs of verl, with their own commands, as in a shell with variables in front; CrossRL is installed with each:
+  crossrl cross --out outputs/cross --steps 3 \\
+    --a-command 'HIP_VISIBLE_DEVICES=0 /opt/other/bin/python -m verl.trainer.main_ppo KEY=VALUE ...' \\
+    --b-command 'python -m verl.trainer.main_ppo KEY=VALUE ...'
+What is recorded, exchanged and kept where is added to them. One runs at a time, and both in a pair; instead of stages
+on equal inputs the records of the arms are compared, which needs runs that repeat bit for bit.
+
 exit codes: 0 no difference beyond noise, 1 a fault is located, 2 cannot tell (the last lines say what to run)."""
 
 
@@ -44,15 +53,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--a", metavar="A.yaml", required=True, help="configuration of the side that goes wrong")
-    parser.add_argument("--b", metavar="B.yaml", required=True, help="configuration of the healthy side")
+    parser.add_argument("--a", metavar="A.yaml", help="configuration of the side that goes wrong")
+    parser.add_argument("--b", metavar="B.yaml", help="configuration of the healthy side")
+    parser.add_argument("--a-command", metavar="COMMAND", help="or: verl's command of the side that goes wrong")
+    parser.add_argument("--b-command", metavar="COMMAND", help="verl's command of the healthy side")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of the experiment")
     for side in "ab":
         parser.add_argument(
             f"--set-{side}", metavar="KEY=VALUE", action="append", default=[], help=f"setting of side {side.upper()}"
         )
     parser.add_argument("--steps", metavar="N", type=int, help="steps of each arm; default: the whole run")
-    parser.add_argument("--record-steps", metavar="K", type=int, default=3, help="steps to examine stage by stage (3)")
+    parser.add_argument("--record-steps", metavar="K", type=int, help="steps to examine stage by stage (3)")
     parser.add_argument("--quick", action="store_true", help="only record and examine; no arms")
     parser.add_argument("--timeout", metavar="S", type=float, default=86400.0, help="limit of each part, in s (a day)")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
@@ -66,37 +77,58 @@ def run(args: argparse.Namespace) -> int:
     from crossrl.cli.recorded import show as print_parts
     from crossrl.cli.show_verdict import headline, report
     from crossrl.cross.arms import load_experiment
-    from crossrl.cross.experiment import Runner
     from crossrl.cross.findings import to_json
-    from crossrl.cross.plan import make_plan
+    from crossrl.cross.folder import Folder
     from crossrl.cross.report import write_report
 
-    both = list(args.overrides)
-    if "demo" in (args.a, args.b):
-        make_demo_files()
-    plan = make_plan(
-        args.out,
-        [*both, *args.set_a],
-        [*both, *args.set_b],
-        args.record_steps,
-        args.steps,
-        (config_of("--a", args.a), config_of("--b", args.b)),
-    )
+    make = runner_of(args)
     console = Console(stderr=True, highlight=False)
     with Live(console) as view:
-        runner = Runner(
-            plan, view, lambda text: console.print(text, markup=False, soft_wrap=True),
+        verdict = make(
+            view,
+            lambda text: console.print(text, markup=False, soft_wrap=True),
             lambda found: console.print(f"so far, from the recorded steps: {headline(found)}", style="bold"),
             args.timeout,
-        )  # fmt: skip
-        verdict = runner.run(args.quick)
-    page = write_report(plan.folder)
+        ).run(args.quick)
+    folder = Folder(args.out.expanduser().absolute())
+    page = write_report(folder)
     if args.json:
         print(json.dumps(to_json(verdict), ensure_ascii=False, indent=1))
     else:
-        print_parts(*report(verdict, load_experiment(plan.folder.root)))
+        print_parts(*report(verdict, load_experiment(folder.root)))
     console.print(f"\nreport  {page}", markup=False, soft_wrap=True)
     return verdict.exit_code
+
+
+def runner_of(args: argparse.Namespace) -> Callable[..., Runner | CommandRunner]:
+    """What makes the runner of the experiment that is asked for. Raises ``PlanError``, ``ConfigError``."""
+    from functools import partial
+
+    from crossrl.cross.plan import PlanError
+
+    configs, commands = (args.a, args.b), (args.a_command, args.b_command)
+    if None not in commands and configs == (None, None):
+        from crossrl.cross.command_runs import CommandRunner
+        from crossrl.cross.commands import make_command_plan
+
+        own = [*args.overrides, *args.set_a, *args.set_b]
+        if own or args.record_steps is not None:
+            what = own[0] if own else "--record-steps"
+            raise PlanError(f"{what}: with --a-command and --b-command settings stand in these, and all steps are kept")
+        return partial(CommandRunner, make_command_plan(args.out, commands, args.steps))
+    if None in configs or commands != (None, None):
+        raise PlanError("want --a A.yaml --b B.yaml, or --a-command COMMAND --b-command COMMAND: both sides alike")
+    from crossrl.cross.experiment import Runner
+    from crossrl.cross.plan import make_plan
+
+    both = list(args.overrides)
+    if "demo" in configs:
+        make_demo_files()
+    names = config_of("--a", args.a), config_of("--b", args.b)
+    record = 3 if args.record_steps is None else args.record_steps
+    return partial(
+        Runner, make_plan(args.out, [*both, *args.set_a], [*both, *args.set_b], record, args.steps, names)
+    )  # fmt: skip
 
 
 def config_of(option: str, word: str) -> str:

@@ -23,5 +23,8 @@ class ClusterConfig:
     """Seconds for a worker to start: import, load the model."""
     call_timeout: float = 3600.0
     """Seconds for one call of a worker: generate a share of a batch, one optimizer step. One that is later is ended."""
+    transport: str = field(default="shared_memory", metadata=allowed("shared_memory", "cuda_ipc"))
+    """What weights go through to an engine. cuda_ipc: the memory of a GPU that train rank 0 and all engines share; it
+    was never run on a GPU."""
     sync_timeout: float = 120.0
     """Seconds for each step of a weight transfer."""

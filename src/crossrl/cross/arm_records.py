@@ -11,9 +11,9 @@ weights, prompts and responses: what differs is what it made of them. So
 | of AA: any | its stage's part; the pairs show what may be hidden behind it |
 | of AA a rollout after step 1, of AB none | A's weight sync, which only an update of A's own needs |
 
-provided that B repeats itself there: BB2, or an arm in which B does that half (BA infers with B, AB trains with B), is BB
-bit for bit at that record and before. Where nothing shows that, or where B's own half differs from itself, nothing is
-claimed.
+provided that B repeats itself there: BB2, or an arm in which B does that half (BA infers with B, AB trains with B), is
+BB bit for bit at that record and before. Where nothing shows that, or where B's own half differs from itself, nothing
+is claimed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from crossrl.cross.arm_walk import WHO_NEEDS, Place, Walk, sampler_gap, walk
+from crossrl.cross.arm_walk import Place, Walk, sampler_gap, walk
 from crossrl.cross.arms import MEANING
 from crossrl.cross.findings import Conclusion, Evidence, Gap, Part
 from crossrl.cross.located import step_range
@@ -68,7 +68,7 @@ class ArmRecords:
     def candidates(self) -> tuple[Part, ...]:
         """With what would look the same: what a sampler makes depends on what arrived in it."""
         late = any(c.part == "inference" and c.place[0] > 1 for c in self.claims)
-        return tuple(dict.fromkeys((*self.parts, *(("weight sync",) if late else ()))))  # type: ignore[arg-type]
+        return tuple(dict.fromkeys((*self.parts, *(("weight sync",) if late else ()))))
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
@@ -191,9 +191,8 @@ def _told(w: Walk) -> Evidence:
     if w.unclear:
         return Evidence("records", f"{what} against BB: {w.unclear}. Nothing is concluded from it.")
     held = f", given the same weights ({w.weights[:12]})" if w.weights else ""
-    return Evidence(
-        "records", f"{what} is BB bit for bit in {w.pairs} records, up to {w.stage} of step {w.step}{held}: {w.more}."
-    )
+    text = f"{what} is BB bit for bit in {w.pairs} record{'s' * (w.pairs != 1)}, up to {w.stage} of step {w.step}{held}"
+    return Evidence("records", f"{text}, which differs: {w.more}. The first value is {w.name}'s.")
 
 
 def _confirmed(claim: Claim, witness: Walk) -> Evidence:
@@ -216,7 +215,7 @@ def _own_gap(claim: Claim, runs: Mapping[str, Path]) -> list[Evidence]:
     return [
         Evidence(
             "records",
-            f"Sampler and trainer give the tokens of step {step} log-probs that are {mine:.2g} nat apart in the mean in "
+            f"Sampler and trainer give the tokens of step {step} log-probs {mine:.2g} nat apart in the mean in "
             f"{claim.walk.name}, {theirs:.2g} in BB.",
         )
     ]
@@ -227,6 +226,3 @@ def _noise(walks: Mapping[str, Walk]) -> str:
     if same:
         return f"Records: none; {' and '.join(same)} repeated BB bit for bit."
     return "Records: no arm has repeated all of BB; what was repeated of it stands in the evidence."
-
-
-__all__ = ["WHO_NEEDS", "ArmRecords", "Claim", "judge_arms"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,16 @@ Place = tuple[int, tuple[int, str], int]
 NEEDED = ("rollout", "reward", "update")
 # Columns that say again what another record holds: verl's agent loop hands on the scores with the responses.
 REPEATED = frozenset(("verl",))
-WHO_NEEDS = "a comparison needs the records of rollout, reward and update"
+_NEEDS = "a comparison needs the records of rollout, reward and update"
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
     """The arm ``name`` against BB. ``pairs``: of records that were compared and are equal; ``steps``: those that both
     have. ``place``, ``stage``: of the first record that differs, None and "" if none does. ``part``: whose work it is;
-    None where that cannot be said, ``unclear`` says why. ``gaps``: the fields that differ, A's value as ``recorded``.
-    ``weights``: digest of those that the stage was given, where both runs say it. ``whole``: all steps of BB."""
+    None where that cannot be said, ``unclear`` says why. ``gaps``: the fields that differ, the arm's value as
+    ``recorded``; ``more``: the first of them in words. ``weights``: digest of those that the stage was given, where
+    both runs say it. ``whole``: it has all steps of BB."""
 
     name: str
     steps: tuple[int, ...]
@@ -41,7 +42,7 @@ class Walk:
     unclear: str = ""
     gaps: tuple[Gap, ...] = ()
     weights: str = ""
-    more: str = field(default="", compare=False)
+    more: str = ""
 
     @property
     def step(self) -> int | None:
@@ -62,7 +63,7 @@ def walk(name: str, arm: Path, base: Path) -> Walk:
     for step in steps:
         calls, others = mine.calls(step), theirs.calls(step)
         if calls != others or not set(NEEDED) <= {stage for stage, _ in calls}:
-            text = f"step {step}: the same records are not there in both; {WHO_NEEDS}"
+            text = f"step {step}: the same records are not there in both; {_NEEDS}"
             return Walk(name, steps, False, pairs, (step, (-1, ""), 0), "", None, text)
         for stage, at in calls:
             pair = mine.record(step, stage, at.call), theirs.record(step, stage, at.call)
@@ -90,8 +91,6 @@ def differences(stage: str, at: At, a: Record, b: Record) -> list[Difference]:
 
 
 def _ended(walk: Walk, pair: tuple[Record, Record], found: Sequence[Difference]) -> Walk:
-    from dataclasses import replace
-
     stage, fields = walk.stage, {d.field for d in found}
     part: Part | None = PART.get(stage)
     why = "" if part else f"{stage} is no stage that is known"

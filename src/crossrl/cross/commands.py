@@ -1,4 +1,4 @@
-"""What ``crossrl cross`` runs of two sides that are commands of verl: the arms, each with the host's keys at its end."""
+"""What ``crossrl cross`` runs of two sides that are commands of verl: the arms, each with the host's keys added."""
 
 from __future__ import annotations
 

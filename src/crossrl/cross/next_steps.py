@@ -22,6 +22,7 @@ class NextSteps:
     named: dict[str, Path] = field(default_factory=dict)
     commands: tuple[str, str] | None = None
     """Of the sides, where they are commands of verl, which have no stages that could be examined."""
+    command_steps: int | None = None
 
     def whole(self) -> str:
         """The whole experiment; ``crossrl cross`` does what is missing in the folder and keeps the rest."""
@@ -79,7 +80,8 @@ class NextSteps:
         out = shlex.quote(f"{self.root or 'outputs/cross'}{suffix}")
         if self.commands:
             a, b = map(shlex.quote, self.commands)
-            return f"crossrl cross --a-command {a} --b-command {b} --out {out}"
+            steps = f" --steps {self.command_steps}" if self.command_steps and not suffix else ""
+            return f"crossrl cross --a-command {a} --b-command {b} --out {out}{steps}"
         return f"crossrl cross --a {self.a or 'A.yaml'} --b {self.b or 'B.yaml'} --out {out}"
 
     def _train(self, side: str, words: str) -> str:
@@ -98,15 +100,16 @@ def next_steps(experiment: Experiment) -> NextSteps:
         known[side] = next((shlex.quote(str(f)) for f in files if f.is_file()), None)
     own = experiment.folder.root if experiment.folder else None
     named = {n: a.runs[0] for n, a in experiment.arms.items() if a.runs and not _inside(a.runs[0], own)}
-    return NextSteps(own, known["A"], known["B"], named, commands_of(experiment.folder))
+    return NextSteps(own, known["A"], known["B"], named, *commands_of(experiment.folder))
 
 
-def commands_of(folder: Folder | None) -> tuple[str, str] | None:
-    """Of an experiment whose sides are commands of verl."""
+def commands_of(folder: Folder | None) -> tuple[tuple[str, str] | None, int | None]:
+    """Of an experiment whose sides are commands of verl: these, and the steps of each arm."""
     if folder is None or not folder.experiment.is_file():
-        return None
-    found = read_json(folder.experiment).get("commands")
-    return (str(found[0]), str(found[1])) if found else None
+        return None, None
+    body = read_json(folder.experiment)
+    found = body.get("commands") if isinstance(body, dict) else None
+    return ((str(found[0]), str(found[1])), body.get("steps")) if found else (None, None)
 
 
 def _inside(path: Path, root: Path | None) -> bool:

@@ -338,7 +338,8 @@ class TrainEngine(Protocol):
         """Be the sending end of weight transfers to ``receivers`` (name to machine); returns for each the address to
         connect to. Raises ``EngineError`` for one on a machine where nothing trains.
 
-        ``cast``: the dtype in which they hold the weights, where it is another one. ``options``: of ``WeightSender``.
+        ``cast``: the dtype in which they hold the weights, where it is another one. ``options``: of ``WeightSender``,
+        and ``transport``: "shared_memory" or "cuda_ipc".
         """
         ...
 

@@ -75,10 +75,13 @@ class InProcess:
 
 
 class Transfer:
-    """From ``trainer`` to ``replicas`` in other processes. ``limit_s``: of each wait of the transfer (see ``sync``)."""
+    """From ``trainer`` to ``replicas`` in other processes. ``limit_s``: of each wait of the transfer (see ``sync``).
+    ``transport``: see ``TrainEngine.open_sender``."""
 
-    def __init__(self, trainer: TrainEngine, replicas: Replicas, limit_s: float) -> None:
-        self.trainer, self.replicas, self.limit_s = trainer, replicas, limit_s
+    def __init__(
+        self, trainer: TrainEngine, replicas: Replicas, limit_s: float, transport: str = "shared_memory"
+    ) -> None:
+        self.trainer, self.replicas, self.limit_s, self.transport = trainer, replicas, limit_s, transport
         self._receivers, self._addresses = dict[str, str](), dict[str, str]()
 
     def bring(self) -> Brought:
@@ -110,5 +113,5 @@ class Transfer:
         """Once, and again when an engine was started anew on another machine."""
         if receivers != self._receivers:
             held = self.replicas.cast.rpartition(" ")[2] if self.replicas.cast else None
-            self._addresses = self.trainer.open_sender(receivers, held, limit_s=self.limit_s)
+            self._addresses = self.trainer.open_sender(receivers, held, limit_s=self.limit_s, transport=self.transport)
             self._receivers = receivers

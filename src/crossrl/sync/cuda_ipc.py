@@ -66,6 +66,10 @@ class CudaBuffer:
 
     def close(self) -> None:
         if self._bytes is not None:
-            torch.cuda.synchronize(self._device)
-            self._bytes = None
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as error:  # of an earlier kernel: the device is lost, and with it this process's work
+                raise SyncError(f"the GPU reports an error: {error}") from error
+            finally:
+                self._bytes = None
             torch.cuda.ipc_collect()

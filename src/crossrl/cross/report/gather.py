@@ -13,6 +13,7 @@ import yaml
 from crossrl.cross.arms import MEANING, Arm, load_experiment, read_config
 from crossrl.cross.findings import Examination, Verdict, from_json
 from crossrl.cross.folder import Folder
+from crossrl.cross.next_steps import commands_of, next_steps
 from crossrl.report.metrics_file import ReportError
 from crossrl.tape.api import RunTape, open_run
 from crossrl.tape.errors import RecordMissing
@@ -131,11 +132,14 @@ def _missing(
     given = all(folder.side(side).is_file() for side in SIDES)
     a, b = (folder.side("A"), folder.side("B")) if given else ("A.yaml", "B.yaml")
     again = f"crossrl cross --a {a} --b {b} --out {folder.root}"
+    commands = next_steps(load_experiment(folder.root)) if commands_of(folder)[0] else None
+    if commands is not None:
+        again = commands.whole()
     found = []
     if verdict is None:
         found.append(Missing("the verdict (verdict.json)", f"crossrl verdict {folder.root}"))
     for name in ("A_by_B", "B_by_A"):
-        if name not in examined:
+        if name not in examined and commands is None:
             of, by = name.split("_by_")
             what = f"the tape of {of}, stage by stage, by the installation of {by} (examined/{name}.json)"
             found.append(Missing(what, again))
@@ -144,11 +148,7 @@ def _missing(
             found.append(Missing(f"curves of arm {name} ({MEANING[name]}): {arms[name].reason}", again))
         if name in ("AA", "BB") and name not in tapes:
             side = a if name == "AA" else b
-            command = f"crossrl train --config-name {side} tape.mode=record tape.state=True"
-            found.append(
-                Missing(
-                    f"the records of arm {name}, hence its texts",
-                    f"{command} trainer.default_local_dir={folder.arm(name)}",
-                )
-            )
+            train = f"crossrl train --config-name {side} tape.mode=record tape.state=True"
+            command = f"{train} trainer.default_local_dir={folder.arm(name)}" if commands is None else again
+            found.append(Missing(f"the records of arm {name}, hence its texts", command))
     return found

@@ -56,10 +56,16 @@ class Sending:
 
     def open(self, receivers: Sequence[str], cast: str | None, options: Mapping[str, Any]) -> str:
         """Returns the address. Raises ``SyncError``, or ``ImportError`` where the extra ``sync`` is not installed."""
+        from crossrl.sync.cuda_ipc import CudaBuffer
         from crossrl.sync.sender import WeightSender
+        from crossrl.sync.shared_memory import SharedBuffer
 
         self.close()
-        self._sender, self._cast = WeightSender(receivers, **options), cast
+        how = dict(options)
+        kinds = {"shared_memory": SharedBuffer.create, "cuda_ipc": CudaBuffer.create}
+        if transport := how.pop("transport", ""):
+            how["make_buffer"] = kinds[transport]
+        self._sender, self._cast = WeightSender(receivers, **how), cast
         return self._sender.address
 
     @property
