@@ -33,7 +33,7 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
         if kind not in made:
             init = {"num_cpus": 4, "object_store_memory": 80_000_000}
-            made[kind] = RayLauncher(1, 2, {"CPU": 1}, logs=logs, init=init)
+            made[kind] = RayLauncher(1, 2, {"CPU": 1}, {"w": 2}, logs=logs, init=init)
         return made[kind]
 
     yield get

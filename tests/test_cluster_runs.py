@@ -73,7 +73,7 @@ def test_a_train_rank_that_is_killed_is_named_and_stops_the_run(runs: Runs) -> N
 def test_a_driver_that_is_killed_leaves_no_worker(runs: Runs) -> None:
     ended = runs.driver_killed()
     assert ended.code == -9 and "resumed from" in ended.text
-    workers = ("train-0", "train-1", "reference-0", "reference-1", "rollout-0", "rollout-1")
+    workers = ("reward-0", "train-0", "train-1", "reference-0", "reference-1", "rollout-0", "rollout-1")
     assert all(gone(process_of(runs.path("ray"), worker), 30) for worker in workers)
 
 
@@ -99,7 +99,7 @@ def test_its_tape_agrees_with_that_of_one_process_but_for_the_last_bits_of_an_up
     # The gradient of two ranks is another sum of the same numbers.
     tolerances = [f"--tolerance={field}=1e-4" for field in ("log_probs", "old_log_probs", "rollout_log_probs")]
     code, found = diff(runs, capsys, *tolerances)
-    assert found["first"] is None or found["first"]["field"].startswith("info."), found
+    assert code == 1 and found["first"]["field"] == "info.state.after.weights", found
 
 
 def test_its_tape_verifies_against_itself_bit_for_bit(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,4 +115,5 @@ def test_verified_by_one_process_only_updates_differ(runs: Runs, capsys: pytest.
         assert main(["verify", *args, "--stage", stage, "--steps", "1"]) == 0, stage
     assert main(["verify", *args, "--stage", "update", "--steps", "1"]) == 1
     assert "update, step 1" in capsys.readouterr().out
-    assert main(["verify", *args, "--stage", "update", "--steps", "1", "--tolerance", "log_probs=1e-5"]) in (0, 1)
+    assert main(["verify", *args, "--stage", "update", "--steps", "1", "--tolerance", "log_probs=1e-5"]) == 1
+    assert "weights" in capsys.readouterr().out  # the digest differs in any case; the log-probs do not any more

@@ -106,16 +106,20 @@ def test_a_pair_that_differs_although_a_alone_does_not_is_blamed_on_no_side(tmp_
 
 def test_other_initial_weights_are_nobody_s_fault(tmp_path):
     root = experiment(tmp_path, leave_out=("AA",), again="")
-    simulate(root / "arms/AA", {}, {}, True, start=6, skip=("rollout",))
-    simulate(root / "arms/AA", {}, {}, True, start=5)
-    assert recompute(root)[0].conclusion == "no difference"
-    record = root / "arms/AA/tape/step_000001/update.0"
-    shutil.rmtree(record)
-    other = simulate(tmp_path / "other", {}, {}, True, start=6)
-    shutil.copytree(other / "tape/step_000001/update.0", record)
+    simulate(root / "arms/AA", {}, {}, True, start=6)
     verdict, _ = recompute(root)
     assert verdict.exit_code == 2
-    assert "the runs do not begin with the same" in str(verdict.evidence)
+    assert "rollout of step 1 was done with other weights" in str(verdict.evidence)
+
+
+def test_where_no_record_says_with_which_weights_nothing_is_claimed(tmp_path):
+    root = experiment(tmp_path, leave_out=("AA", "BB", "AB", "BA"))
+    simulate(root / "arms/AA", faults("tokens@2"), {}, True, digests=False)
+    for name in ("BB", "BB2"):
+        simulate(root / "arms" / name, {}, {}, True, digests=False)
+    verdict, _ = recompute(root)
+    assert verdict.exit_code == 2
+    assert "no record says with which weights" in str(verdict.evidence)
 
 
 def test_a_shorter_run_that_is_equal_so_far_is_not_no_difference(tmp_path):
@@ -208,7 +212,8 @@ def test_what_is_added_to_the_commands(tmp_path):
     assert not any("share_data" in word for word in alone.command)
     assert (infers.side.name, trains.side.name) == ("A", "B")
     assert {"++trainer.share_data=ckpt", f"++trainer.share_data_dir={tmp_path}/arms/AB/share"} <= set(infers.command)
-    assert {"++trainer.share_data=rollout", f"trainer.default_local_dir={tmp_path}/arms/AB/train"} <= set(trains.command)
+    assert {"++trainer.share_data=rollout", f"trainer.default_local_dir={trains.run}"} <= set(trains.command)
+    assert trains.run == tmp_path / "arms/AB/train"
     assert infers.env["RAY_TMPDIR"] != trains.env["RAY_TMPDIR"] and len(infers.env["RAY_TMPDIR"]) < 20
 
 

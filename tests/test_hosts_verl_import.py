@@ -513,6 +513,14 @@ def test_a_pickle_with_data_rows_has_the_ids_of_the_host(pickles: tuple[Path, st
     assert record.batch["ground_truth"] == ["1", "1", "2", "2"]
 
 
+def runs(pid: str) -> bool:
+    """Zombies do not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_child_that_hangs_is_killed_at_the_limit_with_what_it_started(
     pickles: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -521,12 +529,12 @@ def test_a_child_that_hangs_is_killed_at_the_limit_with_what_it_started(
     hangs.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {tmp_path}/pids\nwait\n")
     hangs.chmod(0o755)
     begin = time.monotonic()
-    with pytest.raises(DumpError, match="was not done after 2 s and was killed"):
-        imported(root / "map.dp", tmp_path / "out", step=1, trust_pickle=True, python=str(hangs), timeout_s=2)
-    assert time.monotonic() - begin < 60
-    for pid in (tmp_path / "pids").read_text().split():
-        status = Path(f"/proc/{pid}/stat")
-        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    with pytest.raises(DumpError, match="was not done after 4 s and was killed"):
+        imported(root / "map.dp", tmp_path / "out", step=1, trust_pickle=True, python=str(hangs), timeout_s=4)
+    pids = (tmp_path / "pids").read_text().split()
+    while any(map(runs, pids)):  # the kernel may take a moment on a busy machine
+        assert time.monotonic() - begin < 60
+        time.sleep(0.05)
     assert not (tmp_path / "out").exists()
 
 

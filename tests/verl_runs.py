@@ -1,8 +1,8 @@
-"""A program in the place of verl, for tests of ``crossrl cross``: it takes Hydra's overrides, "trains" three numbers and
+"""A program in the place of verl, for tests of ``crossrl cross``: it takes Hydra's overrides, "trains" one number and
 leaves what the host leaves. Its faults are given by the variable FAULTS, such as ``tokens@2,update@3``.
 
-Its responses follow from the weights, its weights from the rewards, bit for bit; so what a fault does to the steps after
-it is as in a real run. ``python tests/verl_runs.py trainer.default_local_dir=DIR ...``
+Its responses follow from the weights, its weights from the rewards, bit for bit; so what a fault does to the steps
+after it is as in a real run. ``python tests/verl_runs.py trainer.default_local_dir=DIR ...``
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 3
 
 
 def simulate(folder: Path, infers: Mapping[str, int], trains: Mapping[str, int], alone: bool, steps: int = STEPS,
-             start: int = 5, skip: tuple[str, ...] = ()) -> Path:  # fmt: skip
+             start: int = 5, skip: tuple[str, ...] = (), digests: bool = True) -> Path:  # fmt: skip
     """``infers``, ``trains``: faults of each half, to the step from which on they act. ``sync`` acts only ``alone``."""
     weights = held = start
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +54,8 @@ def simulate(folder: Path, infers: Mapping[str, int], trains: Mapping[str, int],
         before, weights = weights, (weights * 3 + int(sum(score) * 8) + (11 if acts("update") else 0)) % 1009
         info = {"state": {"before": {"weights": f"{before:064d}"}, "after": {"weights": f"{weights:064d}"}},
                 "metrics": {"actor/perf/seconds": time.time()}, "path/checkpoint": {"folder": str(folder)}}  # fmt: skip
+        if not digests:
+            del info["state"]
         text = [str(t) for t in tokens]
         extra = [{"score": float(s)} for s in score]
         records = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.rollout.replicas import Replicas
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.models.loading import load_tokenizer
-from crossrl.placement import Engines, open_engines, workers_of_a_kind
+from crossrl.placement import Engines, open_engines
 from crossrl.rewards.scorer import RewardSpec, Scorer
 from crossrl.rewards.spread import SpreadScorer
 from crossrl.stages.advantage import Advantage
@@ -78,11 +79,8 @@ class Parts:
         raise EngineError(f"this looks inside the rollout engine, which is in another process: {_IN_HERE}")
 
     def close(self) -> None:
-        """End all other processes."""
-        try:
-            self.scorer.close()
-        finally:
-            self.engines.close()
+        """End all other processes, those that score included."""
+        self.engines.close()
 
 
 def assemble(cfg: RunConfig, progress: Progress, logs: Path | None = None) -> Parts:
@@ -93,15 +91,29 @@ def assemble(cfg: RunConfig, progress: Progress, logs: Path | None = None) -> Pa
     tokenizer = tokenizer_of(cfg)
     train_data = load_data(cfg, tokenizer, "train")
     val_data = load_data(cfg, tokenizer, "val") if cfg.data.val_files else None
-    loader = make_loader(cfg, train_data)
     engines = open_engines(cfg, tokenizer, logs)
     try:
         data = [d for d in (train_data, val_data) if d]
         check_positions(cfg, engines.trainer.facts.max_length, data)
         scorer = make_scorer(cfg, sorted({source for d in data for source in d.sources}), engines.launcher)
+        engines.closing.append(scorer.close)
+        return _parts(cfg, progress, tokenizer, train_data, val_data, engines, scorer)
     except BaseException:
-        engines.close()
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            engines.close()
         raise
+
+
+def _parts(
+    cfg: RunConfig,
+    progress: Progress,
+    tokenizer: Any,
+    train_data: PromptDataset,
+    val_data: PromptDataset | None,
+    engines: Engines,
+    scorer: Scores,
+) -> Parts:
+    loader = make_loader(cfg, train_data)
     total = cfg.trainer.total_training_steps or loader.steps_per_epoch * cfg.trainer.total_epochs
     advantage = Advantage(settings.advantage_config(cfg), settings.kl_controller(cfg))
     stages = connect(cfg, tokenizer, engines, scorer, advantage, progress)
@@ -218,8 +230,9 @@ def make_scorer(cfg: RunConfig, sources: list[str], launcher: Launcher | None = 
     ``launcher``: who starts that."""
     custom = cfg.reward.custom_reward_function
     workers = cfg.reward.num_workers or max(1, min(8, os.cpu_count() or 1))
-    spec = RewardSpec(tuple(sources), custom.path, custom.name)
+    path = str(Path(custom.path).expanduser().absolute()) if custom.path else None
+    spec = RewardSpec(tuple(sources), path, custom.name)
     if launcher is None or settings.launcher(cfg) != "ray":
         return Scorer(spec, workers, cfg.reward.timeout_s)
-    names = [f"reward-{node * workers_of_a_kind(cfg)}" for node in range(cfg.trainer.nnodes)]
+    names = [f"reward-{node}" for node in range(cfg.trainer.nnodes)]
     return SpreadScorer(launcher, names, spec, workers, cfg.reward.timeout_s, cfg.cluster.call_timeout)

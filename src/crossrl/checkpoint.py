@@ -19,13 +19,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from crossrl.engines.train.saving import is_sharded
+from crossrl.engines.train.saving import MODEL, SHARDS, is_sharded
 from crossrl.files import dump_json, file_digests, publish_folder, publish_text, read_json, remove_leftovers
 
 WHOLE, SHARDED = 1, 2  # formats
+WEIGHTS = (f"{MODEL}/*.safetensors", f"{SHARDS}/*.safetensors")  # one of them is in every checkpoint
 MARKER = "latest_checkpointed_iteration.txt"
 
 
@@ -90,7 +91,7 @@ class CheckpointStore:
 
         ``write_engine(folder)`` writes what the training engine will load. Saving a step that is there already is an
         error: it would be another run's. Raises ``CheckpointError`` when the disk is too full, before and after the
-        try.
+        try, and when ``write_engine`` has left no weights in the folder.
         """
         target = self.path(step)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,6 +108,13 @@ class CheckpointStore:
                 publish_text(tmp / "state.json", dump_json({"step": step, **state}))
                 files = sorted(p for p in tmp.rglob("*") if p.is_file())
                 names = [str(p.relative_to(tmp)) for p in files]
+                if not any(PurePath(name).match(weights) for name in names for weights in WEIGHTS):
+                    raise CheckpointError(
+                        f"cannot write {target}: {' and '.join(WEIGHTS)} are both missing in what was written "
+                        f"({', '.join(names)}). The processes that train must share the folder with this one: set "
+                        f"trainer.default_local_dir to a folder that all of them see. Older checkpoints are untouched: "
+                        f"{self.steps()}"
+                    )
                 content = dict(zip(names, file_digests(files), strict=True))
                 form = SHARDED if is_sharded(tmp) else WHOLE
                 manifest = {"format": form, "step": step, "files": content, **digests}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from crossrl import settings
 from crossrl.cluster.local import LocalLauncher
 from crossrl.cluster.worker import Launcher
 from crossrl.config.root import RunConfig
-from crossrl.engines.base import RolloutEngine, TrainEngine
+from crossrl.engines.base import EngineError, RolloutEngine, TrainEngine
 from crossrl.engines.rollout.hf import HfRolloutEngine
 from crossrl.engines.rollout.replicas import ReplicaOptions, Replicas
 from crossrl.engines.rollout.spec import EngineSpec
@@ -78,6 +77,7 @@ def _in_this_process(cfg: RunConfig, tokenizer: Any) -> Engines:
 
 def _apart(cfg: RunConfig, tokenizer: Any, logs: Path | None) -> Engines:
     """Training in workers if it has several processes or Ray is asked for; rollout engines in workers in any case."""
+    _check_devices(cfg)
     launcher, end = _launcher(cfg, logs)
     closing: list[Callable[[], None]] = [end]
     try:
@@ -105,6 +105,22 @@ def _apart(cfg: RunConfig, tokenizer: Any, logs: Path | None) -> Engines:
     return Engines(trainer, reference, replicas, carrier, notes, closing, launcher)
 
 
+def _check_devices(cfg: RunConfig) -> None:
+    """Raises ``EngineError`` for what cannot be placed."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if cfg.cluster.address and cfg.trainer.device == "auto" and not torch.cuda.is_available():
+        raise EngineError(
+            f"trainer.device=auto with cluster.address={cfg.cluster.address}, on a machine without a GPU: say what the "
+            "machines of the cluster are to compute on, trainer.device=cuda or trainer.device=cpu"
+        )
+    spread = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+    if spread > 1 and settings.launcher(cfg) == "ray" and device_of(cfg).type == "cuda":
+        raise EngineError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={spread} with GPUs under Ray is not available "
+            "in this version: an engine sees one GPU there. Use tensor_model_parallel_size=1, or cluster.launcher=local"
+        )
+
+
 def _where(cfg: RunConfig) -> str:
     """Which processes there are, in words."""
     ranks, engines = settings.processes(cfg), settings.replicas(cfg)
@@ -129,6 +145,12 @@ def ray_settings(cfg: RunConfig) -> dict[str, Any]:
         "nodes": cfg.trainer.nnodes,
         "per_node": workers_of_a_kind(cfg),
         "slot": {"CPU": 1.0, "GPU": 1.0} if device_of(cfg).type == "cuda" else {"CPU": 1.0},
+        "kinds": {
+            "train": settings.processes(cfg),
+            "reference": settings.processes(cfg),
+            "rollout": settings.replicas(cfg),
+            "reward": cfg.trainer.nnodes,
+        },
         "address": cfg.cluster.address or "",
         "init": cfg.cluster.ray_init,
     }
@@ -178,9 +200,9 @@ def engine_spec(cfg: RunConfig, tokenizer: Any) -> EngineSpec:
         }
     return EngineSpec(
         name=rollout.name,  # type: ignore[arg-type]  # one of two, checked with the config
-        model=arr.model.path or "",
+        model=_model_folder(cfg),
         dtype=dtype,
-        eos_token_ids=tuple(eos_token_ids(_generation_config(arr.model.path or ""), tokenizer)),
+        eos_token_ids=tuple(eos_token_ids(_generation_config(_model_folder(cfg)), tokenizer)),
         device=device_of(cfg).type,
         receives=trained if dtype != trained else None,
         max_num_seqs=rollout.max_num_seqs,
@@ -192,10 +214,15 @@ def engine_spec(cfg: RunConfig, tokenizer: Any) -> EngineSpec:
     )
 
 
+def _model_folder(cfg: RunConfig) -> str:
+    """Absolute: workers have another working directory."""
+    return str(Path(cfg.actor_rollout_ref.model.path or "").expanduser().absolute())
+
+
 def threads_of(cfg: RunConfig) -> int:
     """PyTorch's, in each worker: training and generation take turns, workers of a kind share the cores of a machine."""
     cores = max(1, (os.cpu_count() or 1) // workers_of_a_kind(cfg))
-    return cfg.trainer.num_threads or min(cores, choose_threads(_parameters(cfg.actor_rollout_ref.model.path or ""))[0])
+    return cfg.trainer.num_threads or min(cores, choose_threads(_parameters(_model_folder(cfg)))[0])
 
 
 def _parameters(folder: str) -> int:
@@ -274,7 +301,7 @@ def train_spec(cfg: RunConfig, frozen: bool = False) -> TrainSpec:
     model, autocast = cfg.actor_rollout_ref.model, autocast_of(cfg)
     sequences, tokens = limits_of(cfg, frozen)
     return TrainSpec(
-        model=model.path or "",
+        model=_model_folder(cfg),
         dtype=settings.train_dtype(cfg),
         optimizer=None if frozen else optimizer_of(cfg),
         micro_batch_size=sequences,
@@ -293,23 +320,20 @@ def train_spec(cfg: RunConfig, frozen: bool = False) -> TrainSpec:
 
 def train_group(cfg: RunConfig, launcher: Launcher, frozen: bool = False) -> TrainGroup:
     """All train ranks, or those of the ``frozen`` reference, started."""
-    here = "127.0.0.1" if cfg.trainer.nnodes == 1 and not cfg.cluster.address else _own_address()
+    host = "127.0.0.1"
+    if cfg.cluster.address:
+        from ray.util import get_node_ip_address
+
+        host = get_node_ip_address()
     return TrainGroup.start(
         launcher,
         train_spec(cfg, frozen),
         settings.processes(cfg),
-        host=here,
+        host=host,
         name="reference" if frozen else "train",
         env={"OMP_NUM_THREADS": str(threads_of(cfg))},
         gpus=_gpu_share(cfg),
     )
-
-
-def _own_address() -> str:
-    """Of this machine, for other machines of its network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent: it finds the interface that leads out
-        return str(probe.getsockname()[0])
 
 
 def train_engine(cfg: RunConfig, model: PreTrainedModel) -> FsdpTrainEngine:

@@ -22,6 +22,7 @@ from crossrl.checkpoint import CheckpointStore, Saved
 from crossrl.config.load import LoadedConfig
 from crossrl.config.resolved import to_yaml
 from crossrl.data.loader import validation_batches
+from crossrl.engines.rollout.replicas import Replicas
 from crossrl.files import publish_folder, publish_text
 from crossrl.loop import NoSignal, Sampler, StepLog, train_step
 from crossrl.metrics import batch_metrics, outcomes, speed_metrics
@@ -61,7 +62,7 @@ class Trainer:
         self.plant = plant
         self.loaded, self.cfg, self.reporter, self.wrap = loaded, loaded.config, reporter, wrap
         self.tolerance = tolerance or {}
-        self.folder = Path(self.cfg.trainer.default_local_dir).expanduser()
+        self.folder = Path(self.cfg.trainer.default_local_dir).expanduser().absolute()
         self.export = self.folder / "huggingface"
         self.done, self.resumed, self.without_signal = 0, 0, 0
         self.log, self.status = StepLog(), ""
@@ -109,9 +110,9 @@ class Trainer:
             store = CheckpointStore(self.folder, self.cfg.trainer.max_actor_ckpt_to_keep)
             store.clean()
             self.parts = parts = assemble(self.cfg, self.reporter.stage, self.folder / "workers")
-            self.plant(parts)
-            self.state = RunState(self.cfg, parts, store)
             try:
+                self.plant(parts)
+                self.state = RunState(self.cfg, parts, store)
                 stages = {**parts.stages, "checkpoint": Checkpoint(self.save, self._save_due)}
                 wraps = [self.wrap]
                 if taping.wanted(self.cfg):
@@ -131,7 +132,10 @@ class Trainer:
                 if self.tape:
                     self.tape.close(None, self.status)
             finally:
-                parts.close()
+                try:
+                    parts.close()
+                except Exception as error:  # what ended the run is the error to tell
+                    self.reporter.warn(f"while ending other processes: {error}")
 
     def step(self, sampler: Sampler) -> bool:
         """One training step; False when the data are used up."""
@@ -233,6 +237,7 @@ class Trainer:
         n = self.cfg.actor_rollout_ref.rollout.val_kwargs.n
         batches = list(validation_batches(data, self.cfg.data.val_batch_size, n))
         metrics, samples = validate(self.parts.val_rollout, self.parts.val_reward, batches, self.done)
+        self._warn_of_engines()
         self.reporter.validation(self.done, metrics, self._samples(samples))
 
     def _metrics(self, batch: Batch) -> dict[str, float]:
@@ -268,6 +273,7 @@ class Trainer:
     def _warn(self, batch: Batch) -> None:
         for note in self.log.notes:
             self.reporter.warn(note)
+        self._warn_of_engines()
         for info in self.log.infos.values():
             for warning in info.get("warnings", ()):
                 self.reporter.warn(f"step {self.done}: {warning}")
@@ -279,6 +285,11 @@ class Trainer:
                 f"no group had different rewards for {self.without_signal} steps: there is nothing to learn from. "
                 "Easier or harder prompts, more samples per prompt or a finer reward would help"
             )
+
+    def _warn_of_engines(self) -> None:
+        if isinstance(self.parts.engine, Replicas):
+            for note in self.parts.engine.take_notes():
+                self.reporter.warn(f"step {self.done}: {note}")
 
     def _warn_of_rewards(self, step: int) -> None:
         for status, error in self.log.errors.items():

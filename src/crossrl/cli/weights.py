@@ -59,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
     cfg = load_config(args.overrides, args.config_name, args.config_path).config
     engines = open_engines(cfg, tokenizer_of(cfg))
     try:
-        step = load_checkpoint(engines, args.checkpoint) if args.checkpoint else 0
+        step = (
+            load_checkpoint(engines, args.checkpoint, cfg.actor_rollout_ref.model.trust_remote_code)
+            if args.checkpoint
+            else 0
+        )
         brought = engines.carrier.bring()
         found = check_engines(engines)
     finally:

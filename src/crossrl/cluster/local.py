@@ -33,7 +33,8 @@ class LocalLauncher:
     """
 
     def __init__(self, logs: Path | None = None) -> None:
-        self.logs = logs
+        self._temporary = None if logs else tempfile.TemporaryDirectory(prefix="crossrl-workers-")
+        self.logs = logs or Path(self._temporary.name)  # type: ignore[union-attr]  # one of the two
 
     def start(
         self,
@@ -43,10 +44,21 @@ class LocalLauncher:
         env: Mapping[str, str] | None = None,
         gpus: float = 0.0,
     ) -> LocalWorker:
-        """See ``Launcher``. ``gpus`` has no meaning here: children see the GPUs that this process sees."""
-        logs = self.logs or Path(tempfile.mkdtemp(prefix="crossrl-workers-"))
-        logs.mkdir(parents=True, exist_ok=True)
-        return LocalWorker(name, factory, args, {**os.environ, **(env or {})}, logs / f"{name}.log")
+        """See ``Launcher``. With ``gpus`` above 0, worker ``KIND-i`` sees GPU ``i`` (modulo) of those that this process
+        sees, and no other."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        own = {**os.environ, **(env or {})}
+        if gpus > 0 and (devices := _gpus()):
+            own["CUDA_VISIBLE_DEVICES"] = devices[int(name.rpartition("-")[2]) % len(devices)]
+        return LocalWorker(name, factory, args, own, self.logs / f"{name}.log")
+
+
+def _gpus() -> list[str]:
+    """Those that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [d for d in named.split(",") if d] if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
 class LocalWorker:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ class ClusterError(RuntimeError):
 
 
 class RayLauncher:
-    """Starts workers as actors: worker ``NAME-i`` of every group in slot ``i``, so that what belongs together (train
-    rank i, inference replica i) shares a machine and, with ``gpus`` below 1, a GPU.
+    """Starts workers as actors. ``kinds``: how many of each there will be; worker ``KIND-i`` of ``n`` is in slot
+    ``i * slots // n``, so that each kind is spread over the machines, and what belongs together (train rank i,
+    inference replica i) shares a machine and, with ``gpus`` below 1, a GPU.
 
     ``address``: of a running cluster ("auto": the one that this machine belongs to); "": start one here, for this run
     only, with ``init`` for ``ray.init``. ``nodes`` x ``per_node`` slots, those of one node on one machine; each has
@@ -34,7 +38,7 @@ class RayLauncher:
     """
 
     def __init__(
-        self, nodes: int, per_node: int, slot: Mapping[str, float], address: str = "",
+        self, nodes: int, per_node: int, slot: Mapping[str, float], kinds: Mapping[str, int], address: str = "",
         logs: Path | None = None,
         init: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
@@ -43,32 +47,55 @@ class RayLauncher:
         except ImportError as error:
             raise ClusterError("more than one process of a kind needs Ray: pip install 'crossrl[ray]'") from error
         ray: Any = imported  # its decorators are not typed for what they take
-        self.ray, self.per_node, self.slot, self.logs = ray, per_node, dict(slot), logs
+        self.ray, self.per_node, self.slot, self.kinds, self.logs = ray, per_node, dict(slot), dict(kinds), logs
         self._own = not ray.is_initialized()
-        if self._own:
-            # What a worker prints belongs to its own log, not between the lines of this run's console.
-            ray.init(
-                address=address or "local",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=False,
-                **(init or {}),
-            )
-        self._groups = [ray.util.placement_group([self.slot] * per_node, strategy="STRICT_PACK") for _ in range(nodes)]
+        self._groups: list[Any] = []
         try:
-            self._wait_for_room(nodes)
+            if self._own:
+                self._connect(address, init or {})
+            for _ in range(nodes):
+                self._groups.append(ray.util.placement_group([self.slot] * per_node, strategy="STRICT_PACK"))
+            self._wait_for_room()
         except BaseException:
             self.close()
             raise
 
-    def _wait_for_room(self, nodes: int) -> None:
-        late = [g for g in self._groups if not g.wait(PLACE_S if nodes else 0)]
+    def _connect(self, address: str, init: Mapping[str, Any]) -> None:
+        on_term = signal.getsignal(signal.SIGTERM)  # Ray puts its own handler there
+        try:
+            # What a worker prints belongs to its own log, not between the lines of this run's console.
+            self.ray.init(
+                address=address or "local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False,
+                **init,
+            )  # fmt: skip
+        except (ConnectionError, ValueError, RuntimeError, TypeError) as error:
+            where = f"the Ray cluster cluster.address={address}" if address else "a Ray cluster on this machine"
+            raise ClusterError(
+                f"{where} cannot be used: {' '.join(str(error).split())}. Is it up (ray status), and does "
+                "cluster.ray_init hold only what ray.init takes there?"
+            ) from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_term)
+
+    def _wait_for_room(self) -> None:
+        """Waits for: all slots. Limit: ``PLACE_S`` for all of them."""
+        end, nodes = time.monotonic() + PLACE_S, len(self._groups)
+        late = [g for g in self._groups if not g.wait(max(0.1, end - time.monotonic()))]
         if late:
             have = {k: v for k, v in self.ray.cluster_resources().items() if k in ("CPU", "GPU", "NPU")}
             raise ClusterError(
                 f"{len(late)} of {nodes} nodes of {self.per_node} processes found no room within {PLACE_S:g} s. A node "
                 f"needs {self.per_node} x {self.slot} on one machine; the whole cluster has {have}. Add machines "
                 "(ray start --address=...), or set trainer.nnodes and trainer.n_gpus_per_node lower"
+            )
+        tables = [self.ray.util.placement_group_table(group)["bundles_to_node_id"] for group in self._groups]
+        used = [next(iter(table.values())) for table in tables]
+        if len(set(used)) < nodes:
+            raise ClusterError(
+                f"trainer.nnodes={nodes}, but Ray found room for several of them on one machine ({len(set(used))} "
+                "machines in all). Set trainer.nnodes to the number of machines and trainer.n_gpus_per_node to the "
+                "processes on each"
             )
 
     def start(
@@ -79,10 +106,11 @@ class RayLauncher:
         env: Mapping[str, str] | None = None,
         gpus: float = 0.0,
     ) -> RayWorker:
-        """See ``Launcher``. The slot is the number at the end of ``name``, modulo the slots that there are."""
-        number = int(name.rpartition("-")[2]) % (len(self._groups) * self.per_node)
+        """See ``Launcher``."""
+        slots = len(self._groups) * self.per_node
+        slot = slot_of(name, self.kinds, slots)
         strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._groups[number // self.per_node], number % self.per_node
+            self._groups[slot // self.per_node], slot % self.per_node
         )
         actor = self.ray.remote(concurrency_groups={"now": 1})(_Actor).options(
             num_cpus=0,  # the slot has them; Ray would otherwise set OMP_NUM_THREADS
@@ -102,10 +130,22 @@ class RayLauncher:
             self.ray.shutdown()
 
 
+def slot_of(name: str, kinds: Mapping[str, int], slots: int) -> int:
+    """Where worker ``KIND-i`` is.
+
+    >>> [slot_of(f"rollout-{i}", {"rollout": 2}, 4) for i in range(2)]
+    [0, 2]
+    """
+    kind, _, number = name.rpartition("-")
+    if kind not in kinds or not 0 <= int(number) < kinds[kind]:
+        raise ClusterError(f"worker {name} is none of those that there is room for: {dict(kinds)}")
+    return int(number) * slots // kinds[kind]
+
+
 def _carried() -> dict[str, str]:
     """Variables that must be the same in every process of a run: our own switches, and PyTorch's threads."""
-    kept = ("CROSSRL_", "OMP_", "MKL_", "HF_", "TOKENIZERS_")
-    return {k: v for k, v in os.environ.items() if k.startswith(kept)}
+    kept = ("CROSSRL_", "OMP_", "MKL_", "HF_HUB_", "TOKENIZERS_")
+    return {k: v for k, v in os.environ.items() if k.startswith(kept) and "TOKEN" not in k.removeprefix("TOKENIZERS_")}
 
 
 class _Actor:
@@ -152,7 +192,8 @@ class RayWorker:
         return RayPending(self, method, call.remote(method, args))
 
     def kill(self) -> None:
-        self._ray.kill(self._actor)
+        with contextlib.suppress(Exception):  # it, or the whole cluster, may be gone
+            self._ray.kill(self._actor)
 
     def close(self) -> None:
         """Waits for: the object's own ``close``. Limit: ``CLOSE_S``, then its process is killed."""

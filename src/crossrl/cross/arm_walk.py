@@ -72,7 +72,8 @@ def walk(name: str, arm: Path, base: Path) -> Walk:
             found = differences(stage, at, *pair)
             if found:
                 place = (step, stage_rank(stage), at.call)
-                return _ended(Walk(name, steps, whole, pairs, place, stage, weights=before), pair, found)
+                given = tuple(_given(run, step, record) or before for run, record in zip((mine, theirs), pair))
+                return _ended(Walk(name, steps, whole, pairs, place, stage, weights=given[0]), given[1], found)
             pairs += 1
             if stage == "update":
                 before = weights_of(pair[0], "after")
@@ -90,19 +91,26 @@ def differences(stage: str, at: At, a: Record, b: Record) -> list[Difference]:
     return sorted(kept, key=lambda d: order.index(d.field) if d.field in order else len(order))
 
 
-def _ended(walk: Walk, pair: tuple[Record, Record], found: Sequence[Difference]) -> Walk:
+def _ended(walk: Walk, theirs: str, found: Sequence[Difference]) -> Walk:
+    """``theirs``: digest of the weights with which BB did the same."""
     stage, fields = walk.stage, {d.field for d in found}
     part: Part | None = PART.get(stage)
     why = "" if part else f"{stage} is no stage that is known"
-    mine, theirs = (weights_of(record, "before") or _fingerprint(record) for record in pair)
     if stage == "rollout" and fields & (PROMPT_FIELDS | {"sample_id"}):
         part = "data"
-    elif "info.state.before.weights" in fields or mine != theirs:
-        part, why = None, f"{stage} of step {walk.step} was given other weights: the runs do not begin with the same"
+    elif walk.weights != theirs:
+        part, why = None, f"{stage} of step {walk.step} was done with other weights: the runs begin with different ones"
+    elif not theirs:
+        part, why = None, f"{stage} of step {walk.step} differs, but no record says with which weights it was done"
     elif any(d.kind in ("ids", "order") for d in found):
         part, why = None, f"{stage} of step {walk.step} worked on other samples, or in another order"
-    gaps = tuple(_gap(d) for d in found[:4])
-    return replace(walk, part=part, unclear=why, gaps=gaps, weights=mine or walk.weights, more=found[0].line())
+    return replace(walk, part=part, unclear=why, gaps=tuple(_gap(d) for d in found[:4]), more=found[0].line())
+
+
+def _given(run: RunTape, step: int, record: Record) -> str:
+    """Digest of the weights with which the trainer began ``step``; "" if no record says it."""
+    own = str(record.header.fingerprints.get("weights", "")) or weights_of(record, "before")
+    return own or weights_of(run.record(step, "update"), "before")
 
 
 def weights_of(record: Record, when: str) -> str:
@@ -110,10 +118,6 @@ def weights_of(record: Record, when: str) -> str:
     state = record.header.info.get("state")
     held = state.get(when) if isinstance(state, dict) else None
     return str(held.get("weights", "")) if isinstance(held, dict) else ""
-
-
-def _fingerprint(record: Record) -> str:
-    return str(record.header.fingerprints.get("weights", ""))
 
 
 def _gap(d: Difference) -> Gap:

@@ -39,11 +39,12 @@ class Holding:
         return self.equal > 0 and not self.differences and self.gap <= self.limit
 
 
-def load_checkpoint(engines: Engines, folder: Path) -> int:
+def load_checkpoint(engines: Engines, folder: Path, trust_remote_code: bool = False) -> int:
     """Let the trainer hold the weights of checkpoint ``folder`` (``.../global_step_N``); its step. Raises
     ``CheckpointError``, ``EngineError``."""
+    folder = folder.expanduser().absolute()
     saved = CheckpointStore(folder.parent).load(folder)
-    engines.trainer.load(folder, saved.state["engine"])
+    engines.trainer.load(folder, saved.state["engine"], trust_remote_code)
     return saved.step
 
 
@@ -63,6 +64,8 @@ def check_engines(engines: Engines) -> list[Holding]:
     prompts, responses = _probes(trainer.facts.vocab_size)
     mine = _trainer_log_probs(engines, prompts, responses)
     kind = rollout.cast.rpartition(" ")[2] if rollout.cast else trainer.facts.dtype
+    if trainer.facts.device != "cpu":  # there the trainer computes in bfloat16, whatever its weights are
+        kind = "bfloat16"
     out = []
     for view in _views(rollout):
         found = view.digests()

@@ -143,9 +143,8 @@ class RolloutEngine(Protocol):
         """What it computes with, live, under all names: a tied weight under each of its own."""
         ...
 
-    def finish_update(self) -> str:
-        """Check that all announced tensors came, move ``weight_version``, return the digest of what is held (under all
-        names, a tied weight under each of its own)."""
+    def finish_update(self) -> None:
+        """Check that all announced tensors came, and move ``weight_version``."""
         ...
 
     @property

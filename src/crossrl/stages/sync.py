@@ -26,9 +26,6 @@ class Sync:
     def __call__(self, batch: Batch, at: At) -> Batch:
         brought = self.carrier.bring()
         info: dict[str, Any] = {"sync": brought.facts()}
-        warnings = list(brought.notes)
         if brought.sent != brought.held:
-            warnings.append("the rollout engine does not hold the weights that were sent to it")
-        if warnings:
-            info["warnings"] = warnings
+            info["warnings"] = ["the rollout engine does not hold the weights that were sent to it"]
         return Batch(batch.sample_id, {}, {}, info)

@@ -22,7 +22,7 @@ class Brought:
 
     ``sent``: digest of the trainer's weights after the cast that the engine declares; ``held``: of what the engine
     computes with; both over all names (``models.digest.combined``). They are equal, or the engine computes with
-    something else. Both are "" where no digest is made. ``notes``: for the user.
+    something else. Both are "" where no digest is made.
     """
 
     weight_version: int
@@ -31,7 +31,6 @@ class Brought:
     held: str
     cast: str | None
     prefix_cache: str
-    notes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -88,7 +87,7 @@ class Transfer:
         """Waits for: all replicas to hold the weights. Limits: ``limit_s`` for each step; a replica that was lost is
         started anew before."""
         replicas, version = self.replicas, self.trainer.weight_version
-        replicas.revive()
+        replicas.revive(self.limit_s)
         replicas.wake()
         self._open({name: e.facts.machine for e in replicas.engines for name in e.facts.receivers})
         waiting = [engine.start_receive(self._addresses, self.limit_s) for engine in replicas.engines]
@@ -102,11 +101,10 @@ class Transfer:
         if (found := versions_of(received)) != {version}:
             raise EngineError(f"after a transfer of version {version} the replicas have versions {sorted(found)}")
         replicas.weight_version = version
-        notes, replicas.notes = tuple(replicas.notes), []
         held = sorted({one.digest for engine in received for one in engine})
         return Brought(
             version, sent.tensors, sent.digest, ", ".join(held), replicas.cast,
-            ", ".join(sorted(set(sent.prefix_caches.values()))), notes,
+            ", ".join(sorted(set(sent.prefix_caches.values()))),
         )  # fmt: skip
 
     def _open(self, receivers: dict[str, str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +14,8 @@ from crossrl.engines.rollout.transaction import dtype_name
 from crossrl.models.digest import same_storage, tensor_digest
 from crossrl.sync.manifest import Manifest
 from crossrl.sync.messages import SyncError
+
+HASHING = min(4, os.cpu_count() or 1)  # at a time: XXH3 goes at about the speed of memory, which a few threads use up
 
 
 class Holder(Protocol):
@@ -41,21 +45,20 @@ def check(engine: Holder, named: Mapping[str, torch.Tensor], tied: Mapping[str, 
 
     Raises ``SyncError`` when there is nothing to compare.
     """
-    held = dict(engine.held())
     wanted = dict(named) | {name: named[first] for name, first in (tied or {}).items()}
+    found, held = list[Difference](), set[str]()
+    for name, tensor in engine.held():
+        held.add(name)
+        if name not in wanted:
+            found.append(Difference(name, "is in the engine only"))
+        elif difference := compare(name, tensor, wanted[name]):
+            found.append(difference)
     if not held or not wanted:
         raise SyncError(
             f"the engine holds {len(held)} tensors, {len(wanted)} were to be found in it: nothing to compare"
         )
-    found = []
-    for name in sorted({*held, *wanted}):
-        if name not in held:
-            found.append(Difference(name, "is not in the engine"))
-        elif name not in wanted:
-            found.append(Difference(name, "is in the engine only"))
-        elif difference := compare(name, held[name], wanted[name]):
-            found.append(difference)
-    return found
+    found += [Difference(name, "is not in the engine") for name in wanted if name not in held]
+    return sorted(found, key=lambda difference: difference.name)
 
 
 def compare(name: str, held: torch.Tensor, wanted: torch.Tensor) -> Difference | None:
@@ -72,29 +75,81 @@ def compare(name: str, held: torch.Tensor, wanted: torch.Tensor) -> Difference |
     return Difference(name, f"has {other} of {a.numel()} values that differ, by up to {largest:.3g}", largest)
 
 
-def differing(
-    manifest: Manifest, held: Mapping[str, torch.Tensor], wanted: Mapping[str, str], found: Mapping[str, str]
-) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is kept of a tensor that an engine holds. ``dtype``: such as "float32". ``digest``: see ``tensor_digest``; ""
+    if none was asked for. ``untied``: it has other values than what it should share memory with."""
+
+    dtype: str
+    digest: str
+    untied: bool = False
+
+
+def survey(held: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str], digests: bool) -> dict[str, Seen]:
+    """Look at each tensor of ``held`` once and let it go: an engine may have to make them for this, and must not have to
+    hold all of them twice.
+
+    ``tied``: further names, each with the one whose values it should have; of each such group one tensor is kept until
+    the end. ``digests``: of all; else they are made only where a tied name is not the same memory. At most ``HASHING``
+    tensors are hashed at a time, and as many are alive.
+    """
+    dtypes, same, kept = dict[str, str](), dict[str, str](), dict[str, tuple[str, torch.Tensor]]()
+    with ThreadPoolExecutor(HASHING) as pool:
+        hashes = _Hashes(pool)
+        for name, tensor in held:
+            dtypes[name], group = dtype_name(tensor), tied.get(name, name)
+            if group in tied.values():
+                other, first = kept.setdefault(group, (name, tensor))
+                if other != name and same_storage(first, tensor):
+                    same[name] = other
+                elif other != name:
+                    hashes.add(other, first)
+                    hashes.add(name, tensor)
+            if digests and name not in same:
+                hashes.add(name, tensor)
+        found = hashes.all()
+    found |= {name: found.get(other, "") for name, other in same.items()}
+    return {
+        name: Seen(dtype, found.get(name, ""), tied.get(name) in dtypes and found.get(name) != found.get(tied[name]))
+        for name, dtype in dtypes.items()
+    }
+
+
+class _Hashes:
+    """Digests by name that are being made; each tensor is let go when it is hashed."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool, self._running, self._done = pool, dict[str, Future[str]](), dict[str, str]()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Waits for: one of those before, if as many as ``HASHING`` are not done."""
+        if name in self._running or name in self._done:
+            return
+        if len(self._running) == HASHING:
+            first = next(iter(self._running))
+            self._done[first] = self._running.pop(first).result()
+        self._running[name] = self._pool.submit(tensor_digest, tensor)
+
+    def all(self) -> dict[str, str]:
+        return self._done | {name: running.result() for name, running in self._running.items()}
+
+
+def differing(manifest: Manifest, held: Mapping[str, Seen], wanted: Mapping[str, str]) -> list[str]:
     """What of ``manifest`` is not ``held`` as it should be, in words and in name order.
 
-    ``wanted`` and ``found``: digests by name. Without them (both empty) names, dtypes and ties are still compared.
+    ``wanted``: digests by name. Without them (empty) names, dtypes and ties are still compared.
     """
     problems = [f"{name} is in the engine only" for name in sorted(set(held) - set(manifest.names()))]
     for name in manifest.names():
         first = manifest.tied.get(name, name)
         if name not in held:
             problems.append(f"{name} is not in the engine")
-        elif (dtype := dtype_name(held[name])) != (want := manifest.held_dtype(name)):
+        elif held[name].dtype != (want := manifest.held_dtype(name)):
             problems.append(
-                f"{name} was sent as {manifest.tensors[first][1]} and is held as {dtype}; declared was {want}"
+                f"{name} was sent as {manifest.tensors[first][1]} and is held as {held[name].dtype}; declared was {want}"
             )
-        elif first != name and first in held and not _equal(held[name], held[first]):
+        elif held[name].untied:
             problems.append(f"{name} is no longer tied to {first}: it holds other values")
-        elif wanted and found.get(name) != wanted.get(name):
+        elif wanted and held[name].digest != wanted.get(name):
             problems.append(f"{name} does not hold what was sent")
     return problems
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
-    return same_storage(a, b) or (a.shape == b.shape and tensor_digest(a) == tensor_digest(b))

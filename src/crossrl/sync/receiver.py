@@ -11,9 +11,9 @@ from types import TracebackType
 
 import torch
 
-from crossrl.models.digest import combined, tensor_digests
+from crossrl.models.digest import combined
 from crossrl.sync.buffer import Buffer, attach
-from crossrl.sync.check import differing
+from crossrl.sync.check import differing, survey
 from crossrl.sync.endpoint import Spoke
 from crossrl.sync.manifest import Manifest
 from crossrl.sync.messages import Message, ProtocolError, SyncError, describe
@@ -184,12 +184,12 @@ class _Transfer:
         is checked lies elsewhere."""
         self._close_buffer()
         self._target.check_update()
-        held = dict(self._target.held())
         wanted = finish.body["digests"]
         if bool(wanted) != bool(self._begin.body["digest"]):
             raise ProtocolError("digests were announced and did not come, or came unannounced")
-        found = tensor_digests(held.items()) if wanted else {}
-        return combined(found) if found else "", differing(manifest, held, wanted, found)
+        held = survey(self._target.held(), manifest.tied, digests=bool(wanted))
+        digest = combined({name: seen.digest for name, seen in held.items()}) if wanted and held else ""
+        return digest, differing(manifest, held, wanted)
 
     def _give_up(self, error: BaseException) -> str:
         """Let go of everything, then tell the sender. Problems of the clean-up are added to ``error``, never instead

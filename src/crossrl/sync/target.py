@@ -25,7 +25,7 @@ class Target(Protocol):
 
     def check_update(self) -> None: ...
 
-    def finish_update(self) -> str: ...
+    def finish_update(self) -> None: ...
 
     def abort_update(self, reason: str) -> None: ...
 
@@ -101,12 +101,10 @@ class HeldTensors:
     def check_update(self) -> None:
         self._begun().finish()
 
-    def finish_update(self) -> str:
-        """ "": it makes no digest of its own."""
+    def finish_update(self) -> None:
         update = self._begun()
         update.finish()
         self._update, self.weight_version, self.unusable = None, update.version, ""
-        return ""
 
     def abort_update(self, reason: str) -> None:
         self._update, self.unusable = None, reason

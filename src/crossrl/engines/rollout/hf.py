@@ -16,7 +16,7 @@ from crossrl.engines.rollout.receiving import Receiving
 from crossrl.engines.rollout.sampling import choose, uniforms
 from crossrl.engines.rollout.transaction import WeightTransaction, dtype_name
 from crossrl.models.decode import DecodeCache, Prefill
-from crossrl.models.digest import same_storage, weights_digest
+from crossrl.models.digest import same_storage
 from crossrl.models.layout import MIN_ROWS, Group, lay_out
 from crossrl.models.loading import distinct_parameters
 from crossrl.models.policy import Policy
@@ -192,14 +192,13 @@ class HfRolloutEngine:
             raise EngineError(f"{what}: no weight update was begun")
         return self._update
 
-    def finish_update(self) -> str:
+    def finish_update(self) -> None:
         """See ``RolloutEngine``. A failed update leaves the version, and generation refused until one succeeds."""
         update = self._begun("finish_update")
         self._update = None
         update.finish()
         self.weight_version = update.version
         self._condition.update_succeeded()
-        return weights_digest(self.held()) if self._digest else ""
 
     def abort_update(self, reason: str) -> None:
         """See ``RolloutEngine``."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from crossrl.batch import Ragged
 from crossrl.cluster.worker import Pending, Worker, collect
-from crossrl.engines.base import Generation, Sampling
+from crossrl.engines.base import Sampling
 from crossrl.engines.rollout.spec import EngineFacts
 
 if TYPE_CHECKING:  # it needs the extra `sync`
@@ -34,18 +34,6 @@ class RemoteEngine:
     ) -> Pending:
         return self.worker.start("generate", prompts, seeds, sampling, progress=progress)
 
-    def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        seeds: Sequence[int],
-        sampling: Sampling,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Generation:
-        """See ``RolloutEngine``. Waits for: the engine. Limit: ``limit_s``."""
-        pending = self.start_generate(prompts, seeds, sampling, progress)
-        found: Generation = collect([pending], f"generate {len(prompts)} responses", self.limit_s)[0]
-        return found
-
     def score(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float) -> Ragged:
         """See ``RolloutEngine``."""
         found: Ragged = self._call(f"score {len(prompts)} responses", "score", prompts, responses, temperature)
@@ -55,14 +43,6 @@ class RemoteEngine:
         """Take part in the next weight transfer of the sender of this engine, at ``addresses`` (by receiver); the value
         is a list of ``Received``."""
         return self.worker.start("receive", addresses[self.facts.receivers[0]], limit_s)
-
-    def sleep(self) -> None:
-        """See ``RolloutEngine``."""
-        self._call("go to sleep", "sleep")
-
-    def wake(self) -> None:
-        """See ``RolloutEngine``."""
-        self._call("wake up", "wake")
 
     def held_digests(self) -> dict[str, str]:
         """See ``EngineHost``."""

@@ -35,7 +35,7 @@ class Replicas:
     ``g % count``, so that the sample ids alone, and no completion order, decide who computes what.
 
     A replica that dies, hangs longer than ``call_s`` or loses a response is ended, and its share goes to the others;
-    the next weight transfer starts it anew (``revive``). ``notes``: what happened, for the user.
+    the next weight transfer starts it anew (``revive``). ``take_notes``: what happened, for the user.
     Without any left, generation is an ``EngineError``. They are started by the constructor; call ``wait`` before use.
     """
 
@@ -54,7 +54,7 @@ class Replicas:
         workers, self._starting = self._starting, {}
         try:
             collect([w.born for w in workers.values()], "start", self.options.start_s)
-            facts = collect([w.start("facts") for w in workers.values()], "describe itself", self.options.call_s)
+            facts = collect([w.start("facts") for w in workers.values()], "describe itself", self.options.start_s)
         except BaseException:
             for worker in workers.values():
                 worker.kill()
@@ -83,7 +83,12 @@ class Replicas:
         parts: list[tuple[np.ndarray, Generation]] = []
         while shares:
             asked = self._ask(shares, prompts, seeds, sampling, progress, done, len(prompts))
-            found = collect([p for _, _, p in asked], "generate", self.options.call_s, keep_going=True)
+            try:
+                found = collect([p for _, _, p in asked], "generate", self.options.call_s, keep_going=True)
+            except BaseException:  # Ctrl-C: or they would go on for minutes, and closing them wait for it
+                for engine in self.engines:
+                    engine.worker.now("abort")
+                raise
             left: list[np.ndarray] = []
             for (i, share, _), one in zip(asked, found, strict=True):
                 if isinstance(one, Generation) and not (problem := self._missing(i, one, len(share))):
@@ -152,19 +157,24 @@ class Replicas:
             out[i] = np.concatenate([out[i], share]) if i in out else share
         return out
 
-    def _lose(self, i: int, problem: str, samples: int) -> None:
+    def _lose(self, i: int, problem: str, samples: int = 0) -> None:
         self._lost.add(i)
         with contextlib.suppress(Exception):  # it may be gone already
             self._engines[i].worker.kill()
+            self._engines[i].worker.close()
         left = len(self._engines) - len(self._lost)
-        self.notes.append(f"{problem}. Its {samples} samples go to the {left} replicas that are left")
+        self.notes.append(
+            problem + (f". Its {samples} samples go to the {left} replicas that are left" * bool(samples))
+        )
 
     def _missing_is_an_error(self) -> None:
         if len(self._lost) == len(self._engines):
             raise EngineError("no inference replica is left: " + (self.notes[-1] if self.notes else ""))
 
-    def revive(self) -> None:
-        """Start anew whatever was lost; it has no weights of this run until a transfer brings them."""
+    def revive(self, limit_s: float) -> None:
+        """Look who still lives (``limit_s``: to say so), and start anew whatever was lost; that has no weights of this
+        run until a transfer brings them."""
+        self._all("ping", "say that it lives", limit_s)
         if self._lost:
             lost = sorted(self._lost)
             self._starting = self._launch(lost)
@@ -187,6 +197,11 @@ class Replicas:
         self._missing_is_an_error()
         return self.engines[0].score(prompts, responses, temperature)
 
+    def take_notes(self) -> list[str]:
+        """What happened since this was asked last."""
+        notes, self.notes = self.notes, []
+        return notes
+
     def sleep(self) -> None:
         """See ``RolloutEngine``: all of them."""
         self._all("sleep", "go to sleep")
@@ -198,8 +213,13 @@ class Replicas:
             self._all("wake", "wake up")
             self._asleep = False
 
-    def _all(self, method: str, what: str) -> None:
-        collect([engine.worker.start(method) for engine in self.engines], what, self.options.call_s)
+    def _all(self, method: str, what: str, limit_s: float | None = None) -> None:
+        """Call ``method`` of all that live; one that does not answer is lost, and the others go on."""
+        living = {i: e for i, e in self._engines.items() if i not in self._lost}
+        calls = [engine.worker.start(method) for engine in living.values()]
+        for i, found in zip(living, collect(calls, what, limit_s or self.options.call_s, keep_going=True), strict=True):
+            if isinstance(found, WorkerError):
+                self._lose(i, self._loss(found))
 
     def close(self) -> None:
         close_all([*self._starting.values(), *(engine.worker for engine in self._engines.values())])

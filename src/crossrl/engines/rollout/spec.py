@@ -45,7 +45,7 @@ def environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, str]:
     if spec.name == "vllm":
         from crossrl.engines.rollout.vllm_environment import vllm_environment
 
-        return vllm_environment(spec.threads, base)
+        return vllm_environment(spec.threads, base, spec.device)
     return {"OMP_NUM_THREADS": str(spec.threads)}
 
 
@@ -130,6 +130,9 @@ class EngineHost:
 
     def receive(self, address: str, limit_s: float) -> list[Received]:
         return self.engine.receive(address, self.worker, limit_s)
+
+    def ping(self) -> None:
+        """Answered by whoever lives and is not busy."""
 
     def sleep(self) -> None:
         self.engine.sleep()

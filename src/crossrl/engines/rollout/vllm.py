@@ -16,11 +16,10 @@ from crossrl.batch import Meaning, Ragged
 from crossrl.engines.base import EngineError, Generation, Sampling
 from crossrl.engines.rollout.condition import Condition, check_requests, check_scored
 from crossrl.engines.rollout.transaction import dtype_name
-from crossrl.engines.rollout.vllm_environment import HOW_TO, check_environment, require_vllm
+from crossrl.engines.rollout.vllm_environment import HOW_TO, check_environment, check_platform, require_vllm
 from crossrl.engines.rollout.vllm_options import VllmOptions, check_names, engine_arguments, lowest_temperature
 from crossrl.engines.rollout.vllm_outputs import sampled, scored
 from crossrl.engines.rollout.vllm_requests import Requests, to_sample, to_score
-from crossrl.models.digest import weights_digest
 
 if TYPE_CHECKING:
     from crossrl.engines.rollout.vllm_worker import VllmTarget
@@ -44,7 +43,7 @@ class VllmEngine:
 
     def __init__(self, options: VllmOptions) -> None:
         require_vllm()
-        check_environment()
+        check_environment(options.device)
         self.options, self.weight_version = options, options.weight_version
         self._condition = Condition()
         self._llm = _started(options)
@@ -159,14 +158,13 @@ class VllmEngine:
         """See ``RolloutEngine``."""
         self._target().check_update()
 
-    def finish_update(self) -> str:
+    def finish_update(self) -> None:
         """See ``RolloutEngine``. A failed update leaves the version, and generation refused until one succeeds."""
         target = self._target()
         target.prefix_cache = self.clear_prefix_cache()
         target.finish_update()
         self.weight_version = target.weight_version
         self._condition.update_succeeded()
-        return weights_digest(target.held()) if self.options.digest else ""
 
     def abort_update(self, reason: str) -> None:
         """See ``RolloutEngine``."""
@@ -257,7 +255,8 @@ def _started(options: VllmOptions) -> Any:
     except ImportError as error:
         raise EngineError(f"vLLM is installed and cannot be imported: {error}; see {HOW_TO}") from error
 
-    arguments = engine_arguments(options, cpu=not torch.cuda.is_available())
+    device = check_platform(options.device)
+    arguments = engine_arguments(options, cpu=device == "cpu")
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except Exception as error:

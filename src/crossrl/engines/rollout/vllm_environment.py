@@ -89,6 +89,23 @@ def require_vllm() -> None:
         )
 
 
+def check_platform(device: str | None) -> str:
+    """What this installation of vLLM computes on, "cpu" or "cuda". Raises ``EngineError`` if that is not ``device``
+    (None: as for ``vllm_environment``). Imports vLLM."""
+    from vllm.platforms import current_platform
+
+    found, wanted = current_platform.device_type, _device(device)
+    if found != wanted:
+        asked = (
+            f"{wanted} was asked for" if device else f"{wanted} is what PyTorch has here, and no other was asked for"
+        )
+        raise EngineError(
+            f"vLLM as it is installed here computes on {found or 'nothing that it finds'}, and {asked}: set "
+            f"trainer.device=cpu or cuda, or install vLLM for {wanted}; see {HOW_TO}"
+        )
+    return wanted
+
+
 def _variables(device: str | None) -> tuple[_Variable, ...]:
     return _EVERYWHERE + (_CPU if _device(device) == "cpu" else ())
 

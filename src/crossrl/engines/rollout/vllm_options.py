@@ -42,7 +42,7 @@ class VllmOptions:
     many as the model has positions. ``seed``: of vLLM itself (each request has its own). ``tensor_parallel``: worker
     processes that share one model. ``gpu_memory_utilization``: share of the GPU that vLLM takes (not on a CPU, where
     VLLM_CPU_KVCACHE_SPACE says how many GiB keys and values take). ``prefix_caching``: equal beginnings of prompts are
-    computed once. ``sleeps``: ``sleep`` frees memory (GPU). ``digest``: whether ``finish_update`` hashes the weights.
+    computed once. ``sleeps``: ``sleep`` frees memory (GPU). ``device``: "cpu" or "cuda"; None: "cuda" if PyTorch has one.
     ``engine_kwargs``: handed to vLLM as they are, but for those that this adapter sets itself or refuses
     (``REFUSED``), which are an error.
     """
@@ -59,7 +59,7 @@ class VllmOptions:
     prefix_caching: bool = True
     sleeps: bool = False
     trust_remote_code: bool = False
-    digest: bool = True
+    device: str | None = None
     weight_version: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,6 +69,8 @@ class VllmOptions:
         for key, value in (("dtype", self.dtype), ("receives", self.receives or self.dtype)):
             if value not in DTYPES:
                 wrong.append(f"{key} is {value!r}, want one of {', '.join(DTYPES)}")
+        if self.device not in (None, "cpu", "cuda"):
+            wrong.append(f"device is {self.device!r}, want cpu or cuda")
         for key in ("max_num_seqs", "tensor_parallel"):
             if getattr(self, key) < 1:
                 wrong.append(f"{key} is {getattr(self, key)}, want at least 1")
@@ -116,6 +118,8 @@ def _own(options: VllmOptions, cpu: bool) -> dict[str, Any]:
         # With a prompt in chunks, a request's generator is set back, which generators on a CPU cannot (vLLM ends).
         "enable_chunked_prefill": not cpu,
     }
+    if options.tensor_parallel > 1:
+        own["distributed_executor_backend"] = "mp"  # within a Ray actor vLLM would start Ray actors of its own
     if cpu:
         own["max_num_batched_tokens"] = max(8192, options.max_model_len or positions(options.model))
     else:
@@ -144,7 +148,7 @@ def lowest_temperature(temperature: float) -> None:
 
 def check_names(model: str, found: Sequence[tuple[str, tuple[int, ...], str]]) -> None:
     """Raises ``EngineError`` if vLLM's weights, as named here, are not those of the model folder: then a transfer could
-    not tell which is which. A tied head, which files leave out, may be more."""
+    not tell which is which. A tied head, which files leave out, may be more. Also if the folder has no safetensors."""
     from safetensors import safe_open
 
     if found and not found[0][0]:
@@ -153,9 +157,14 @@ def check_names(model: str, found: Sequence[tuple[str, tuple[int, ...], str]]) -
     for file in Path(model).glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             stored |= set(opened.keys())
+    if not stored:
+        raise EngineError(
+            f"{model} has no weights in *.safetensors files, so that vLLM's names of them cannot be compared with those "
+            "of the trainer. Save the model with save_pretrained, which writes that form"
+        )
     names = {name for name, _, _ in found}
     strange, more = sorted(stored - names), sorted(n for n in names - stored if not n.endswith("lm_head.weight"))
-    if stored and (strange or more):
+    if strange or more:
         raise EngineError(
             f"vLLM holds the weights of {model} in a form that this adapter does not know: not found "
             f"{strange[:4] or 'none'}, unknown {more[:4] or 'none'}. Use the engine hf for this model"

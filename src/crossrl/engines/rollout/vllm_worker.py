@@ -107,12 +107,10 @@ class VllmTarget:
             module = self._module(part)
             module.quant_method.process_weights_after_loading(module)
 
-    def finish_update(self) -> str:
-        """ "": the receiver makes the digest, of what ``held`` gives."""
+    def finish_update(self) -> None:
         self.check_update()
         update = self._begun("finish_update")
         self._update, self.weight_version = None, update.version
-        return ""
 
     def abort_update(self, reason: str) -> None:
         self._update = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,6 +21,17 @@ GRACE_S = 2.0  # after a first failure, for what the other ranks have to say
 CLOSE_S = 10.0
 RAISED = {"engine": EngineError, "sync": SyncError, "file": OSError}
 ENDED = "All ranks were ended; started again, the run goes on from its last checkpoint"
+NOT_BEGUN = "All ranks were ended; nothing was trained yet"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """For ranks to ``what``, at most ``limit_s``. ``then``: what an error of it says at its end."""
+
+    what: str
+    limit_s: float
+    then: str = ENDED
+    began: float = field(default_factory=time.monotonic)
 
 
 class Calls:
@@ -30,9 +42,10 @@ class Calls:
         self.workers, self.limit_s, self.store = list(workers), limit_s, store
         self._ended = ""
 
-    def born(self) -> None:
-        """Waits for: all objects to be made."""
-        self._answers([w.born for w in self.workers], "start")
+    def born(self, limit_s: float) -> None:
+        """Waits for: all objects to be made. Unblocked by: them; ``GRACE_S`` after the first failure or death. Limit:
+        ``limit_s``."""
+        self._answers([w.born for w in self.workers], _Wait("start", limit_s, NOT_BEGUN))
 
     def all(self, method: str, what: str, *args: Any) -> list[Any]:
         """The same call to all."""
@@ -41,14 +54,21 @@ class Calls:
     def each(self, method: str, calls: Sequence[tuple[Any, ...]], what: str) -> list[Any]:
         """A call to each, with its own arguments.
 
-        Waits for: all answers. Unblocked by: them; ``GRACE_S`` after the first failure or death. Limit: ``limit_s``.
-        Raises what they have agreed to refuse; ``WorkerError``, which names the rank to blame.
+        Waits for: all answers. Unblocked by: them; ``GRACE_S`` after the first failure, death or refusal (ranks refuse
+        at the same point). Limit: ``limit_s``. Raises what they have agreed to refuse, or what one has refused while
+        another gave no answer; ``WorkerError``, which names the rank to blame.
         """
-        return self._call(self.workers, method, calls, what)
-
-    def first(self, method: str, what: str, *args: Any) -> Any:
-        """A call to rank 0 alone."""
-        return self._call(self.workers[:1], method, [args], what)[0]
+        if self._ended:
+            raise EngineError(f"the ranks are not there any more: {self._ended}")
+        try:
+            pendings = [w.start(method, *args) for w, args in zip(self.workers, calls, strict=True)]
+            answers = self._answers(pendings, _Wait(what, self.limit_s))
+        except BaseException as error:
+            self._end(str(error) or type(error).__name__)
+            raise
+        if refused := _refused(answers):
+            raise RAISED[refused.kind](refused.message)
+        return answers
 
     def close(self) -> None:
         """Ends all processes. Waits for: what they let go of. Limit: ``CLOSE_S``."""
@@ -58,23 +78,10 @@ class Calls:
             self._end("they were closed")  # nothing is left that could be lost
         close_all(self.workers)
 
-    def _call(self, workers: Sequence[Worker], method: str, calls: Sequence[tuple[Any, ...]], what: str) -> list[Any]:
-        if self._ended:
-            raise EngineError(f"the ranks are not there any more: {self._ended}")
-        try:
-            answers = self._answers([w.start(method, *args) for w, args in zip(workers, calls, strict=True)], what)
-        except BaseException as error:
-            self._end(str(error) or type(error).__name__)
-            raise
-        for answer in answers:
-            if isinstance(answer, Refused):
-                raise RAISED[answer.kind](answer.message)
-        return answers
-
-    def _answers(self, pendings: Sequence[Pending], what: str) -> list[Any]:
+    def _answers(self, pendings: Sequence[Pending], wait: _Wait) -> list[Any]:
         found: dict[int, Any] = {}
         failed: dict[int, WorkerError] = {}
-        end = time.monotonic() + self.limit_s
+        end = wait.began + wait.limit_s
         while (left := [i for i in range(len(pendings)) if i not in found and i not in failed]) and (
             time.monotonic() < end
         ):
@@ -85,29 +92,39 @@ class Calls:
                     found[i] = pendings[i].value()
                 except WorkerError as error:
                     failed[i] = error
+                if i in failed or isinstance(found[i], Refused):
                     end = min(end, time.monotonic() + GRACE_S)
         if failed or left:
-            self._blame(pendings, what, failed, left)
+            self._blame(pendings, failed, left, _refused(found.values()), wait)
         return [found[i] for i in range(len(pendings))]
 
     def _blame(
-        self, pendings: Sequence[Pending], what: str, failed: Mapping[int, WorkerError], late: Sequence[int]
+        self,
+        pendings: Sequence[Pending],
+        failed: Mapping[int, WorkerError],
+        late: Sequence[int],
+        refused: Refused | None,
+        wait: _Wait,
     ) -> NoReturn:
-        """Raise for the rank that began it: one that died, then one with an error of its own, then one that is late;
-        what ranks say that lost another one comes last."""
+        """Raise for the rank that began it: one that died, then one with an error of its own, then one that has refused
+        while others go on, then one that is late; what ranks say that lost another one comes last."""
         died = [e for e in failed.values() if isinstance(e, WorkerDied)]
         own = [e for e in failed.values() if LOST not in str(e)]
         if culprits := died or own:
-            raise type(culprits[0])(culprits[0].worker, f"{culprits[0]}. {ENDED}")
+            raise type(culprits[0])(culprits[0].worker, f"{culprits[0]}. {wait.then}")
         names = {i: f"{p.worker.name} ({p.worker.process or 'not started yet'})" for i, p in enumerate(pendings)}
+        if refused:
+            others = ", ".join(names[i] for i in [*failed, *late])
+            raise RAISED[refused.kind](f"{refused.message}; {others} did not come to the same end. {wait.then}")
         if not late:
             error = next(iter(failed.values()))
-            raise type(error)(error.worker, f"{error}. {ENDED}")
+            raise type(error)(error.worker, f"{error}. {wait.then}")
+        waited = time.monotonic() - wait.began
         last, places = (list(late), "") if self.store is None else behind(self.store, late)
         who = ", ".join(names[i] for i in last)
         raise WorkerLate(
             pendings[last[0]].worker.name,
-            f"waited {self.limit_s:g} s for {who} to {what}: no answer. {places}{'. ' if places else ''}{ENDED}",
+            f"waited {waited:.0f} s for {who} to {wait.what}: no answer. {places}{'. ' if places else ''}{wait.then}",
         )
 
     def _end(self, reason: str) -> None:
@@ -115,3 +132,8 @@ class Calls:
         for worker in self.workers:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 worker.kill()
+
+
+def _refused(answers: Iterable[Any]) -> Refused | None:
+    """The first refusal among them."""
+    return next((answer for answer in answers if isinstance(answer, Refused)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from crossrl.engines.train.dealing import deal
 from crossrl.engines.train.fsdp import LOSS_FIELDS, PARTS
 from crossrl.engines.train.micro_batches import flat_index
 from crossrl.engines.train.optimizer import check_fit
-from crossrl.engines.train.saving import MODEL, check_shards
+from crossrl.engines.train.saving import MODEL, SHARDS, check_shards, check_written
 from crossrl.engines.train.sending import Layout, check_machines, merged
 from crossrl.engines.train.sharding import rows
 from crossrl.engines.train.spec import TrainSpec
@@ -38,17 +39,24 @@ class TrainGroup:
 
     ``store``: where the ranks meet, held open. Every call waits for all ranks, at most ``limit_s``. If a rank dies,
     fails or is late, all of them are ended and the error names it: the run goes on from its last checkpoint. An error
-    that all ranks agree on (a loss that is not finite) leaves the group as it was.
+    that all ranks agree on (a loss that is not finite) leaves the group as it was. ``start_s``: the limit for making
+    the ranks' objects, which load the model; None: ``limit_s``.
     """
 
     name = "fsdp"
 
-    def __init__(self, workers: Sequence[Worker], limit_s: float, store: dist.TCPStore | None = None) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        limit_s: float,
+        store: dist.TCPStore | None = None,
+        start_s: float | None = None,
+    ) -> None:
         self._calls = Calls(workers, limit_s, store)
         self.weight_version = 0
         self.world = len(workers)
         try:
-            self._calls.born()
+            self._calls.born(limit_s if start_s is None else start_s)
             self.facts: TrainFacts
             self.facts, self._layout = self._calls.all("facts", "say what they hold")[0]
         except BaseException:
@@ -66,18 +74,22 @@ class TrainGroup:
         name: str = "train",
         env: Mapping[str, str] | None = None,
         gpus: float = 0.0,
+        start_s: float | None = None,
     ) -> TrainGroup:
-        """Launch ``world`` ranks of ``spec`` as workers ``{name}-{rank}`` and wait until they hold the model.
+        """Launch ``world`` ranks of ``spec`` as workers ``{name}-{rank}`` and wait until they hold the model, at most
+        ``start_s`` (None: ``spec.limit_s``).
 
         ``host``: under which they reach this process. ``env``, ``gpus``: of each, see ``Launcher``.
         """
+        begin_s = spec.limit_s if start_s is None else start_s
         store, address = listen(host) if world > 1 else (None, "")
         workers: list[Worker] = []
         factory = "crossrl.engines.train.rank:make_rank"
         for rank in range(world):
-            args = (spec, rank, world, address)
+            # A rank's own limit is only a backstop, and must not end a start that may take longer.
+            args = (replace(spec, limit_s=max(spec.limit_s, begin_s)), rank, world, address)
             workers.append(launcher.start(f"{name}-{rank}", factory, *args, env=env, gpus=gpus))
-        return cls(workers, spec.limit_s, store)
+        return cls(workers, spec.limit_s, store, begin_s)
 
     @property
     def notice(self) -> str:
@@ -171,8 +183,10 @@ class TrainGroup:
         return self._whole("weights")
 
     def save(self, folder: Path, tokenizer: Any = None) -> None:
-        """See ``TrainEngine.save``. ``folder`` must be one folder for this process and for every rank."""
-        self._calls.all("save", f"write their part of {folder}", str(folder))
+        """See ``TrainEngine.save``. ``folder`` must be one folder for this process and for every rank, or ``OSError``
+        says so."""
+        files = _union(self._calls.all("save", f"write their part of {folder}", str(folder)))
+        check_written(folder, files, f"{SHARDS}/*.safetensors" if self.world > 1 else f"{MODEL}/*.safetensors")
         if self.world > 1:
             try:
                 check_shards(folder, EngineState(*(_empty(self._layout[part]) for part in PARTS)).named())
@@ -187,8 +201,8 @@ class TrainGroup:
         self.weight_version = scalars["weight_version"]
 
     def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        """See ``TrainEngine.save_hf``; rank 0 holds the whole weights meanwhile."""
-        self._calls.all("save_hf", f"export to {folder}", str(folder))
+        """See ``TrainEngine.save_hf``; rank 0 holds the whole weights meanwhile. ``folder``: as for ``save``."""
+        check_written(folder, self._calls.all("save_hf", f"export to {folder}", str(folder))[0], "*.safetensors")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
@@ -225,6 +239,11 @@ class TrainGroup:
     def _loaded(self, scalars: Mapping[str, Any]) -> None:
         self._calls.all("loaded", "take the state into use", dict(scalars))
         self.weight_version = scalars["weight_version"]
+
+
+def _union(files: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """What any rank sees: on a network file system it may see late what others have written."""
+    return {name: size for part in files for name, size in part.items()}
 
 
 def _joined(batch: Batch, dealt: list[np.ndarray], parts: list[Ragged]) -> Ragged:

@@ -12,6 +12,7 @@ import torch
 
 from crossrl.batch import Batch, Ragged
 from crossrl.engines.base import EngineError, Objective, StepResult, TrainFacts
+from crossrl.engines.train import saving
 from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.engines.train.ranks import LOST, Agreed, RankLost, Ranks
 from crossrl.engines.train.sending import Layout, this_machine
@@ -96,14 +97,22 @@ class TrainRank:
     def loaded(self, scalars: Mapping[str, Any]) -> None:
         self.engine.loaded(scalars)
 
-    def save(self, folder: str) -> Refused | None:
-        return self._together(lambda: self.engine.save(Path(folder)))
+    def save(self, folder: str) -> dict[str, int] | Refused:
+        """The files that are in ``folder`` then, as this rank sees it; see ``saving.written``."""
+        found: dict[str, int] | Refused = self._together(lambda: self._wrote(self.engine.save, folder))
+        return found
 
     def load(self, folder: str, scalars: Mapping[str, Any]) -> Refused | None:
         return self._together(lambda: self.engine.load(Path(folder), scalars, self.spec.trust_remote_code))
 
-    def save_hf(self, folder: str) -> Refused | None:
-        return self._together(lambda: self.engine.save_hf(Path(folder)))
+    def save_hf(self, folder: str) -> dict[str, int] | Refused:
+        """As ``save``; rank 0 writes."""
+        found: dict[str, int] | Refused = self._together(lambda: self._wrote(self.engine.save_hf, folder))
+        return found
+
+    def _wrote(self, save: Callable[[Path], None], folder: str) -> dict[str, int]:
+        save(Path(folder))
+        return saving.written(Path(folder))
 
     def machine(self) -> str:
         return this_machine()

@@ -8,7 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -77,14 +77,38 @@ def read_whole(
 
 def write_shards(folder: Path, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Each rank writes what it holds of ``state`` (sharded tensors, ``weights/NAME`` and ``optimizer/NAME``), all at
-    once. Raises ``OSError`` on every rank if one cannot."""
-    shards = folder / SHARDS
-    shards.mkdir(exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(shards), save_distributed=True)
+    once, into ``make_shards``. Raises ``OSError`` on every rank if one cannot."""
+    writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
     try:
         dcp.save(dict(state), storage_writer=writer, process_group=group)
     except (dcp.CheckpointException, SafetensorError) as error:
         raise OSError(_first_cause(error)) from error
+
+
+def make_shards(folder: Path) -> None:
+    """The folder that the shards go into. Raises ``OSError``, also where ``folder`` is not there."""
+    (folder / SHARDS).mkdir(exist_ok=True)
+
+
+def written(folder: Path) -> dict[str, int]:
+    """Files below ``folder``, with their sizes in bytes."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def check_written(folder: Path, files: Mapping[str, int], weights: str) -> None:
+    """Raises ``OSError`` unless ``folder`` holds ``files`` (name to size), as another process says that it has written
+    them there, and among them ``config.json`` and those that match ``weights``."""
+    names = [PurePath(name) for name in files]
+    absent = [what for what in ("config.json", weights) if not any(name.match(what) for name in names)]
+    # By name, and not by listing: a network file system may list a folder as it was.
+    absent += [n for n, size in files.items() if not (folder / n).is_file() or (folder / n).stat().st_size != size]
+    if absent:
+        raise OSError(
+            f"{folder} does not hold {', '.join(sorted(absent)[:4])} after the training processes have written to it. "
+            f"They and this process must share the folder: have it on a file system that all machines see, by an "
+            "absolute path"
+        )
 
 
 def check_shards(folder: Path, into: Mapping[str, torch.Tensor]) -> None:

@@ -201,11 +201,14 @@ class ShardedTrainEngine(FsdpTrainEngine):
         """See ``TrainEngine.save``: ``model/`` without weights, and ``shards/``."""
         self.ranks.beats.at("saving")
         problem = ""
-        if self.ranks.rank == 0:
-            try:
+        try:
+            saving.make_shards(folder)  # by every rank: the folder may be of another machine
+            if self.ranks.rank == 0:
                 saving.write_config(folder, self.model, tokenizer)
-            except OSError as error:
-                problem = describe(error)
+        except OSError as error:
+            problem = describe(error)
+            if isinstance(error, FileNotFoundError):
+                problem += ": all ranks must write to one folder, on a file system that their machines share"
         self._agree_on_files(problem)
         saving.write_shards(folder, self._held().named(), self.ranks.group)
 

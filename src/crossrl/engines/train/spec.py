@@ -19,7 +19,10 @@ class TrainSpec:
     """``model``: folder. ``dtype``: of the master weights. ``optimizer``: None for a model that is never trained.
     ``micro_batch_size`` to ``packed``: see ``FsdpTrainEngine``; they hold for each rank. ``autocast``: such as
     "bfloat16". ``device``: "cpu" or "cuda"; each rank takes the GPU of its own. ``threads``: of each rank, None leaves
-    PyTorch's choice. ``reshard``: see ``ShardedTrainEngine``. ``limit_s``: of every wait for other ranks."""
+    PyTorch's choice. ``reshard``: see ``ShardedTrainEngine``. ``limit_s``: of every wait for other ranks.
+
+    Memory at the start: each rank loads the whole model, in ``dtype``, into CPU memory before it keeps its shard, so a
+    machine needs that as many times as it has ranks (also while a checkpoint of one process is loaded)."""
 
     model: str
     dtype: str = "float32"

@@ -14,14 +14,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """``data``: uint8, row-major."""
+    """``data``: uint8, row-major; read-only where the message lies in memory that is not ours (Ray)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     data: np.ndarray
 
     def tensor(self) -> torch.Tensor:
-        return torch.from_numpy(self.data).view(self.dtype).reshape(self.shape)
+        """May be changed in place."""
+        data = self.data if self.data.flags.writeable else self.data.copy()
+        return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> dict[str, Packed]:
