@@ -29,6 +29,7 @@ from crossrl.engines.base import EngineError
 from crossrl.engines.rollout.transaction import manifest_of
 from crossrl.engines.rollout.vllm_environment import vllm_environment
 from crossrl.engines.train.fsdp import FsdpTrainEngine
+from crossrl.models.digest import combined, tensor_digests
 from crossrl.models.loading import distinct_parameters, tied_names
 from crossrl.sync.manifest import Manifest
 from crossrl.sync.messages import SyncError
@@ -117,7 +118,8 @@ def updated_in_place(engine: Any, named: Mapping[str, np.ndarray], version: int)
     engine.begin_update(version, manifest_of(tensors.items()))
     engine.load(tensors.items())
     engine.check_update()
-    return str(engine.finish_update())
+    engine.finish_update()
+    return combined(tensor_digests(engine.held()))
 
 
 def version(engine: Any) -> int:

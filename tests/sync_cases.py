@@ -66,9 +66,8 @@ class Whole:
     def check_update(self) -> None:
         self.tensors = self.next
 
-    def finish_update(self) -> str:
+    def finish_update(self) -> None:
         self.weight_version, self.unusable = self.version, ""
-        return ""
 
     def abort_update(self, reason: str) -> None:
         self.next, self.unusable = {}, reason
@@ -112,9 +111,9 @@ class Failing(HeldTensors):
         self._perhaps("check")
         super().check_update()
 
-    def finish_update(self) -> str:
+    def finish_update(self) -> None:
         self._perhaps("finish")
-        return super().finish_update()
+        super().finish_update()
 
     def clear_prefix_cache(self) -> str:
         self._perhaps("clear")

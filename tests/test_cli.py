@@ -126,7 +126,7 @@ def test_keys_are_listed_with_their_meaning(capsys: pytest.CaptureFixture[str]) 
         ("optim", "actor_rollout_ref.actor.optim"),
         ("trainr.", "trainer"),
         ("rollout.n", "actor_rollout_ref.rollout.n"),
-        ("qqqq", "actor_rollout_ref, algorithm, cross, data, reward, tape, trainer"),
+        ("qqqq", "actor_rollout_ref, algorithm, cluster, cross, data, reward, tape, trainer"),
     ],
 )
 def test_a_prefix_of_no_key_is_an_error_with_the_nearest(

@@ -77,8 +77,8 @@ def compare(name: str, held: torch.Tensor, wanted: torch.Tensor) -> Difference |
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is kept of a tensor that an engine holds. ``dtype``: such as "float32". ``digest``: see ``tensor_digest``; ""
-    if none was asked for. ``untied``: it has other values than what it should share memory with."""
+    """What is kept of a tensor that an engine holds. ``dtype``: such as "float32". ``digest``: see ``tensor_digest``, or
+    "" if none was asked for. ``untied``: it has other values than the one that it should be tied to."""
 
     dtype: str
     digest: str
@@ -86,19 +86,22 @@ class Seen:
 
 
 def survey(held: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str], digests: bool) -> dict[str, Seen]:
-    """Look at each tensor of ``held`` once and let it go: an engine may have to make them for this, and must not have to
-    hold all of them twice.
+    """Look at each tensor of ``held`` once and let it go: where an engine makes them for this (what is packed, or shared
+    among ranks), all at once would be the model a second time.
 
     ``tied``: further names, each with the one whose values it should have; of each such group one tensor is kept until
     the end. ``digests``: of all; else they are made only where a tied name is not the same memory. At most ``HASHING``
-    tensors are hashed at a time, and as many are alive.
+    tensors are hashed, and alive, at a time. Raises ``SyncError`` for a name that comes twice.
     """
     dtypes, same, kept = dict[str, str](), dict[str, str](), dict[str, tuple[str, torch.Tensor]]()
+    firsts = set(tied.values())
     with ThreadPoolExecutor(HASHING) as pool:
         hashes = _Hashes(pool)
         for name, tensor in held:
+            if name in dtypes:
+                raise SyncError(f"the engine says twice what it holds as {name}")
             dtypes[name], group = dtype_name(tensor), tied.get(name, name)
-            if group in tied.values():
+            if group in firsts:
                 other, first = kept.setdefault(group, (name, tensor))
                 if other != name and same_storage(first, tensor):
                     same[name] = other
@@ -146,7 +149,8 @@ def differing(manifest: Manifest, held: Mapping[str, Seen], wanted: Mapping[str,
             problems.append(f"{name} is not in the engine")
         elif held[name].dtype != (want := manifest.held_dtype(name)):
             problems.append(
-                f"{name} was sent as {manifest.tensors[first][1]} and is held as {held[name].dtype}; declared was {want}"
+                f"{name} was sent as {manifest.tensors[first][1]} and is held as {held[name].dtype}; "
+                f"declared was {want}"
             )
         elif held[name].untied:
             problems.append(f"{name} is no longer tied to {first}: it holds other values")

@@ -46,8 +46,8 @@ class OneVersionBehind:
     def check_update(self) -> None:
         self.target.check_update()
 
-    def finish_update(self) -> str:
-        return self.target.finish_update()
+    def finish_update(self) -> None:
+        self.target.finish_update()
 
     def abort_update(self, reason: str) -> None:
         self.target.abort_update(reason)

@@ -20,10 +20,9 @@ class Versions:
         self._last: list[dict[str, torch.Tensor]] = []
         finish = engine.finish_update
 
-        def keep() -> str:
-            digest = finish()
+        def keep() -> None:
+            finish()
             self._last = [*self._last[-1:], {n: t.clone() for n, t in engine.held()}]
-            return digest
 
         engine.finish_update = keep  # type: ignore[method-assign]
 

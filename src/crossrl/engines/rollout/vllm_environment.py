@@ -96,12 +96,10 @@ def check_platform(device: str | None) -> str:
 
     found, wanted = current_platform.device_type, _device(device)
     if found != wanted:
-        asked = (
-            f"{wanted} was asked for" if device else f"{wanted} is what PyTorch has here, and no other was asked for"
-        )
         raise EngineError(
-            f"vLLM as it is installed here computes on {found or 'nothing that it finds'}, and {asked}: set "
-            f"trainer.device=cpu or cuda, or install vLLM for {wanted}; see {HOW_TO}"
+            f"vLLM as it is installed here computes on {found or 'nothing that it finds'}, and {wanted} was "
+            f"{'asked for' if device else 'chosen, which is what PyTorch has here'}: set trainer.device={found or 'cpu'}, "
+            f"or install vLLM for {wanted}; see {HOW_TO}"
         )
     return wanted
 
