@@ -17,7 +17,7 @@ from crossrl.engines.base import LossInput
 from crossrl.engines.train.beats import listen
 from crossrl.engines.train.group import TrainGroup
 from crossrl.engines.train.optimizer import AdamWSettings
-from crossrl.engines.train.rank import TrainRank
+from crossrl.engines.train.rank import Refused, TrainRank
 from crossrl.engines.train.sharded import ShardedTrainEngine
 from crossrl.engines.train.spec import TrainSpec
 
@@ -53,6 +53,23 @@ class TestedRank(TrainRank):
     def machine(self) -> str:
         return getattr(self, "own_machine", "") or super().machine()
 
+    def elsewhere(self, rank: int, folder: str) -> None:
+        """``rank`` (-1: each) writes to ``folder``, as if its machine had another file system; "": as it is told."""
+        self.own_folder = folder if rank in (self.rank, -1) else ""
+
+    def save(self, folder: str) -> dict[str, int] | Refused:
+        return super().save(getattr(self, "own_folder", "") or folder)
+
+    def save_hf(self, folder: str) -> dict[str, int] | Refused:
+        return super().save_hf(getattr(self, "own_folder", "") or folder)
+
+    def apart_in_the_end(self, rank: int) -> Refused | None:
+        """``rank`` gives up by itself, while the others wait for it."""
+        if self.rank == rank:
+            return Refused("file", "no space left on machine-1")
+        self.engine.ranks.all(None)
+        return None
+
     def broken(self, rank: int) -> None:
         """A fault of the program in the middle of the forward pass of one rank."""
         if self.rank == rank:
@@ -61,14 +78,18 @@ class TestedRank(TrainRank):
 
 
 def start(
-    spec: TrainSpec | list[TrainSpec], world: int = 2, logs: Path | None = None, limit_s: float | None = None
+    spec: TrainSpec | list[TrainSpec],
+    world: int = 2,
+    logs: Path | None = None,
+    limit_s: float | None = None,
+    start_s: float | None = None,
 ) -> TrainGroup:
     """A group of ``TestedRank``s. ``limit_s``: from the first call on."""
     specs = spec if isinstance(spec, list) else [spec] * world
     store, address = listen("127.0.0.1") if world > 1 else (None, "")
     launcher, env = LocalLauncher(logs), {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     workers = [launcher.start(f"train-{r}", FACTORY, specs[r], r, world, address, env=env) for r in range(world)]
-    group = TrainGroup(workers, specs[0].limit_s, store)
+    group = TrainGroup(workers, specs[0].limit_s, store, start_s)
     if limit_s is not None:
         group._calls.limit_s = limit_s
     return group

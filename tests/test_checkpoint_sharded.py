@@ -244,6 +244,49 @@ def test_a_full_disk_under_one_rank_is_an_error_that_leaves_nothing_and_the_rank
     assert save(pair, tmp_path).manifest["format"] == 2
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_cannot_make_its_folder_is_an_error_of_all_at_once_and_the_ranks_go_on(
+    pair: TrainGroup, tmp_path: Path, rank: int
+) -> None:
+    """The driver's folder is not there on another machine."""
+    pair._calls.all("elsewhere", "move", rank, str(tmp_path / "not" / "here"))
+    started = time.monotonic()
+    try:
+        with pytest.raises(
+            CheckpointError, match=rf"here/shards'.*all ranks must write to one folder.*\(rank {rank}\)"
+        ):
+            save(pair, tmp_path / "run")
+    finally:
+        pair._calls.all("elsewhere", "move", rank, "")
+    assert time.monotonic() - started < 20.0 and list((tmp_path / "run").iterdir()) == []
+    assert save(pair, tmp_path / "run").manifest["format"] == 2
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_what_ranks_write_to_a_folder_of_their_own_is_never_published(
+    pair: TrainGroup, spec: TrainSpec, tmp_path: Path, world: int
+) -> None:
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    theirs.mkdir()
+    with contextlib.ExitStack() as stack:
+        group = pair if world == 2 else stack.enter_context(contextlib.closing(start(spec, 1, tmp_path / "logs")))
+        group._calls.all("elsewhere", "move", -1, str(theirs))
+        try:
+            with pytest.raises(CheckpointError, match=r"does not hold model/config\.json.*must share the folder"):
+                save(group, run)
+        finally:
+            group._calls.all("elsewhere", "move", -1, "")
+        assert list(theirs.iterdir()) and list(run.iterdir()) == []  # they did write
+        assert save(group, run).manifest["format"] == world
+
+
+def test_a_folder_without_weights_is_never_published(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model/\*\.safetensors and shards/\*\.safetensors are both missing"):
+        store.save(1, lambda folder: (folder / "model.safetensors").write_bytes(b"") and None, {}, {}, 0)
+    assert list(tmp_path.iterdir()) == [] and store.latest() is None
+
+
 @pytest.mark.slow
 def test_a_rank_killed_while_it_writes_leaves_nothing_that_looks_complete(spec: TrainSpec, tmp_path: Path) -> None:
     with contextlib.closing(start(spec, 2, tmp_path / "logs")) as group:

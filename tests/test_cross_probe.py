@@ -280,7 +280,7 @@ def test_a_dump_never_overwrites(dump):
 
 def engines(model) -> Side:
     trainer = FsdpTrainEngine(model, None)
-    engine = HfRolloutEngine(model, [0], digest=False)
+    engine = HfRolloutEngine(model, [0])
     return Side(trainer, engine, Sync(InProcess(trainer, engine)))
 
 

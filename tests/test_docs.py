@@ -316,6 +316,4 @@ def test_quoted_messages_are_those_of_the_program(page):
 
 
 def test_a_message_that_the_program_does_not_have_is_found():
-    assert missing_literals(["rollout skip: stored in PATH", "rollout skip: hung on PATH"]) == [
-        "rollout skip: hung on"
-    ]
+    assert missing_literals(["rollout skip: stored in PATH", "rollout skip: hung on PATH"]) == ["rollout skip: hung on"]

@@ -30,6 +30,7 @@ from transformers import GenerationConfig
 
 from crossrl.batch import Ragged
 from crossrl.engines.base import EngineError, Generation, Sampling
+from crossrl.models.digest import combined, tensor_digests
 from crossrl.models.loading import tied_names
 from crossrl.sync.manifest import Manifest
 from crossrl.sync.messages import SyncError
@@ -333,9 +334,7 @@ def test_in_one_process_the_same_transaction_is_begin_load_finish(engine: Case) 
     new = llama(11)
     digest = engine.run("updated_in_place", {n: t.numpy() for n, t in weights_of(new).items()}, engine.version + 1)
     engine.version += 1
-    from crossrl.models.digest import weights_digest
-
-    assert digest == weights_digest(all_names_of(new).items())
+    assert digest == combined(tensor_digests(all_names_of(new).items()))
     out = generated(engine, prompts(n=1), Sampling(max_tokens=8))
     expected = trainer_log_probs(new, prompts(n=1), out.response_ids, 1.0)
     np.testing.assert_allclose(out.log_probs.values, expected, atol=AGREE, rtol=0)

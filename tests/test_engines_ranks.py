@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,13 +18,13 @@ from ranks_cases import On, policy_gradient, spec_of, start
 
 from crossrl.algorithms.objective import ObjectiveConfig, make_objective
 from crossrl.batch import Batch, Ragged
-from crossrl.engines.base import EngineError, EngineState, StepResult
+from crossrl.engines.base import EngineError, EngineState, StepResult, TrainEngine
 from crossrl.engines.train.dealing import deal
-from crossrl.engines.train.fsdp import FsdpTrainEngine
 from crossrl.engines.train.group import TrainGroup
 from crossrl.engines.train.optimizer import norm_of
 from crossrl.engines.train.sharding import rows
 from crossrl.engines.train.spec import TrainSpec
+from crossrl.engines.train.wire import pack, unpack
 
 # C24: lengths 1 to 9, one empty; the last one is truncated and masked.
 FIVE = [(3, [1, 9]), (5, [0]), (2, [4, 6])]
@@ -381,8 +382,31 @@ def test_the_norm_does_not_depend_on_how_values_are_split() -> None:
     assert norm_of([torch.tensor([1.0, float("nan")])]) != norm_of([torch.tensor([1.0, 2.0])])
 
 
-def test_a_plain_engine_has_the_same_port(spec: TrainSpec) -> None:
-    assert isinstance(spec.plain_engine(), FsdpTrainEngine)
-    for name in ("facts", "notice", "changed", "sent", "scalars", "digests", "save", "load", "save_hf", "open_sender",
-                 "send", "close_sender", "close", "state", "load_state", "named_weights"):  # fmt: skip
-        assert hasattr(FsdpTrainEngine, name) or hasattr(spec.plain_engine(), name), name
+def test_one_process_and_several_ranks_have_the_same_port(group: TrainGroup, spec: TrainSpec) -> None:
+    port = {name: value for name, value in vars(TrainEngine).items() if not name.startswith("_")}
+    assert len(port) >= 18 and {"save", "send", "changed", "close"} <= port.keys()
+    for engine in (spec.plain_engine(), group):
+        for name in (*port, *TrainEngine.__annotations__):
+            assert inspect.getattr_static(engine, name, None) is not None, f"{type(engine).__name__} has no {name}"
+        for name in (name for name, value in port.items() if inspect.isfunction(value)):
+            wanted, found = (inspect.signature(getattr(kind, name)) for kind in (TrainEngine, type(engine)))
+            assert list(found.parameters) == list(wanted.parameters), f"{type(engine).__name__}.{name}{found}"
+
+
+def test_tensors_that_came_in_memory_of_others_may_be_changed() -> None:
+    """Ray gives views of its own memory, which are read-only."""
+    packed = pack({"w": torch.arange(6.0).reshape(2, 3)})
+    packed["w"].data.flags.writeable = False
+    tensor = unpack(packed)["w"]
+    tensor += 1
+    assert tensor.tolist() == [[1, 2, 3], [4, 5, 6]] and unpack(packed)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_folder_of_another_machine_is_refused_for_an_export(group: TrainGroup, tmp_path: Path) -> None:
+    tell(group, "elsewhere", -1, str(tmp_path / "theirs"))
+    try:
+        with pytest.raises(OSError, match=r"ours does not hold .*model\.safetensors.*must share the folder"):
+            group.save_hf(tmp_path / "ours")
+    finally:
+        tell(group, "elsewhere", -1, "")
+    group.save_hf(tmp_path / "ours")

@@ -93,8 +93,25 @@ def test_a_rank_that_dies_between_two_calls_is_named(group: TrainGroup) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(spec: TrainSpec, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="no such model folder: /nowhere"):
+    with pytest.raises(WorkerError, match=r"no such model folder: /nowhere.*nothing was trained yet"):
         start(spec_of(Path("/nowhere")), 2, tmp_path)
+
+
+def test_a_start_has_a_limit_of_its_own_and_promises_no_checkpoint(spec: TrainSpec, tmp_path: Path) -> None:
+    words = r"waited [01] s for train-0 .*train-1 .* to start: no answer.*not started.*nothing was trained yet$"
+    with pytest.raises(WorkerLate, match=words) as caught:
+        start(spec, 2, tmp_path, start_s=0.3)  # PyTorch alone takes longer to import
+    assert "checkpoint" not in str(caught.value)
+
+
+def test_what_one_rank_alone_refuses_is_told_at_once_and_ends_the_group(spec: TrainSpec, tmp_path: Path) -> None:
+    with contextlib.closing(start(spec, 2, tmp_path, limit_s=100.0)) as group:
+        started = time.monotonic()
+        with pytest.raises(OSError, match=r"no space left on machine-1; train-0 \(process \d+\) did not come to the"):
+            group._calls.all("apart_in_the_end", "write", 1)
+        assert time.monotonic() - started < 20.0
+        with pytest.raises(EngineError, match="not there any more: no space left on machine-1"):
+            group.log_probs(data(), 1.0, False)
 
 
 def test_ranks_with_other_weights_do_not_start(spec: TrainSpec, tmp_path: Path) -> None:

@@ -242,14 +242,19 @@ def all_names(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     return [(n, p.detach()) for n, p in model.named_parameters(remove_duplicate=False)]
 
 
-def test_an_update_moves_version_and_weights_and_returns_their_digest() -> None:
+def held_digest(named: Any) -> str:
+    return combined(tensor_digests(named))
+
+
+def test_an_update_moves_version_and_weights() -> None:
     engine, other = HfRolloutEngine(tiny(), [EOS]), tiny(seed=5)
     named = [(n, p.detach()) for n, p in distinct_parameters(other)]
     engine.begin_update(7, manifest_of(named))
     engine.load(named[:3])
     assert engine.weight_version == 0
     engine.load(named[3:])
-    assert engine.finish_update() == weights_digest(all_names(other))
+    engine.finish_update()
+    assert held_digest(engine.held()) == held_digest(all_names(other))
     out = engine.generate(prompts(), range(12), Sampling(max_tokens=6))
     expected = HfRolloutEngine(other, [EOS]).generate(prompts(), range(12), Sampling(max_tokens=6))
     assert (out.weight_version, out.meaning.weight_version) == (7, 7)
@@ -259,10 +264,11 @@ def test_an_update_moves_version_and_weights_and_returns_their_digest() -> None:
 def test_a_shared_model_is_updated_without_copying() -> None:
     model = tiny()
     engine, trainer = HfRolloutEngine(model, [EOS]), FsdpTrainEngine(model)
-    before = weights_digest(all_names(model))
+    before = held_digest(all_names(model))
     engine.begin_update(1, manifest_of(trainer.named_weights()))
     engine.load(trainer.named_weights())
-    assert engine.finish_update() == before
+    engine.finish_update()
+    assert held_digest(engine.held()) == before and engine.shares(dict(all_names(model)))
 
 
 def test_a_declared_cast_is_done_and_any_other_is_refused() -> None:
@@ -271,9 +277,10 @@ def test_a_declared_cast_is_done_and_any_other_is_refused() -> None:
     engine = HfRolloutEngine(tiny().bfloat16(), [EOS], receives=torch.float32)
     engine.begin_update(1, manifest_of(named))
     engine.load(named)
-    held = engine.finish_update()
-    assert held == weights_digest((n, t.bfloat16()) for n, t in all_names(sender))
-    assert held == weights_digest(engine.as_held(dict(all_names(sender))).items())
+    engine.finish_update()
+    held = held_digest(engine.held())
+    assert held == held_digest([(n, t.bfloat16()) for n, t in all_names(sender)])
+    assert held == held_digest(engine.as_held(dict(all_names(sender))).items())
     assert engine.cast == "float32 to bfloat16" and not engine.shares(dict(all_names(sender)))
     already = [(n, t.bfloat16()) for n, t in named]
     undeclared = HfRolloutEngine(tiny().bfloat16(), [EOS])
@@ -288,10 +295,6 @@ def test_a_declared_cast_is_done_and_any_other_is_refused() -> None:
 
 def synced(trainer: FsdpTrainEngine, engine: HfRolloutEngine, digest: bool = True) -> dict[str, Any]:
     return Sync(InProcess(trainer, engine, tied_names(trainer.model), digest))(Batch(()), At(1)).info
-
-
-def held_digest(named: Any) -> str:
-    return combined(tensor_digests(named))
 
 
 def test_the_record_of_a_sync_says_what_was_sent_and_what_is_held() -> None:
@@ -392,13 +395,14 @@ def test_a_good_update_after_a_faulty_one_makes_the_engine_usable_again() -> Non
 def test_a_sender_that_overwrites_its_buffer_at_once_does_no_harm() -> None:
     engine, other = HfRolloutEngine(tiny(), [EOS]), tiny(seed=5)
     named = [(n, p.detach()) for n, p in distinct_parameters(other)]
-    expected = weights_digest(all_names(other))
+    expected = held_digest(all_names(other))
     engine.begin_update(1, manifest_of(named))
     for name, tensor in named:
         buffer = tensor.clone()
         engine.load([(name, buffer)])
         buffer.fill_(float("nan"))
-    assert engine.finish_update() == expected
+    engine.finish_update()
+    assert held_digest(engine.held()) == expected
 
 
 def test_a_copy_of_a_model_in_use_is_independent_of_it() -> None:

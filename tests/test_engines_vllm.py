@@ -30,10 +30,10 @@ from models_for_tests import tiny
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from crossrl.engines.base import EngineError, Sampling
-from crossrl.engines.rollout.vllm_environment import check_environment, require_vllm, vllm_environment
+from crossrl.engines.rollout.vllm_environment import check_environment, check_platform, require_vllm, vllm_environment
 from crossrl.engines.rollout.vllm_options import VllmOptions, check_names, engine_arguments, lowest_temperature
 from crossrl.engines.rollout.vllm_outputs import sampled, scored
-from crossrl.models.digest import weights_digest
+from crossrl.models.digest import combined, tensor_digests
 from crossrl.models.loading import tied_names
 from crossrl.sync.manifest import Manifest
 from crossrl.sync.messages import SyncError
@@ -85,6 +85,11 @@ def test_a_variable_that_is_missing_or_wrong_is_named_with_what_it_does() -> Non
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"model": "/none"}, "model is '/none', want a local folder"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
+        ({"device": "tpu"}, "device is 'tpu', want cpu or cuda"),
+        (
+            {"tensor_parallel": 2, "engine_kwargs": {"distributed_executor_backend": "ray"}},
+            "distributed_executor_backend: is set by this adapter, to 'mp'",
+        ),
         ({"engine_kwargs": {"speculative_config": {}}}, "speculative_config: a draft model is not updated"),
         ({"engine_kwargs": {"quantization": "fp8"}}, "quantization: what is held would not be what was sent"),
         ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode: is set by this adapter"),
@@ -106,6 +111,27 @@ def test_what_is_passed_through_reaches_vllm_and_what_is_set_here_stays() -> Non
     )
 
 
+@pytest.mark.parametrize("cpu", [True, False])
+def test_ranks_of_one_model_are_child_processes_also_within_a_ray_actor(cpu: bool) -> None:
+    one, two = (engine_arguments(VllmOptions(saved_model(), (EOS,), tensor_parallel=n), cpu) for n in (1, 2))
+    assert two["distributed_executor_backend"] == "mp" and "distributed_executor_backend" not in one
+
+
+def test_vllm_for_another_device_than_the_one_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(device_type="cpu"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    assert check_platform("cpu") == "cpu"
+    with pytest.raises(EngineError, match=r"computes on cpu, and cuda was asked for.*docs/how-to/vllm.md"):
+        check_platform("cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(EngineError, match="computes on cpu, and cuda was chosen, which is what PyTorch has here"):
+        check_platform(None)
+    platforms.current_platform.device_type = ""
+    with pytest.raises(EngineError, match="computes on nothing that it finds, and cpu was asked for"):
+        check_platform("cpu")
+
+
 def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
     with pytest.raises(EngineError, match=r"temperature is 0.005: vLLM raises those below 0.01"):
         lowest_temperature(0.005)
@@ -113,13 +139,15 @@ def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
     lowest_temperature(0.01)
 
 
-def test_a_model_whose_weights_have_other_names_in_vllm_is_refused() -> None:
+def test_a_model_whose_weights_have_other_names_in_vllm_is_refused(tmp_path: Path) -> None:
     right = [(name, tuple(t.shape), "float32") for name, t in all_names(initial()).items()]
     check_names(saved_model(), right)
     with pytest.raises(EngineError, match=r"not found \['model.layers.0.mlp.up_proj.weight'\], unknown \['w13'\]"):
         check_names(
             saved_model(), [r for r in right if r[0] != "model.layers.0.mlp.up_proj.weight"] + [("w13", (), "")]
         )
+    with pytest.raises(EngineError, match=r" has no weights in \*\.safetensors files"):
+        check_names(str(tmp_path), right)  # nothing to compare with is not agreement
     with pytest.raises(EngineError, match="fused in an unknown way"):
         check_names(saved_model(), [("", (), "fused in an unknown way")])
 
@@ -265,7 +293,7 @@ def test_models_with_biases_norms_and_heads_of_their_own_hold_what_was_sent(
     found, digest, out, scores, cast = engine.run("in_another", options, named, ASKED, Sampling(0.7, max_tokens=8))
     wanted = {n: bits(t) for n, t in all_names(new).items()}
     assert found.keys() == wanted.keys() and [n for n in wanted if not np.array_equal(found[n], wanted[n])] == []
-    assert digest == weights_digest(all_names(new).items()) and cast is None
+    assert digest == combined(tensor_digests(all_names(new).items())) and cast is None
     expected = trainer_log_probs(new, ASKED, out.response_ids, 0.7)
     np.testing.assert_allclose(out.log_probs.values, expected, atol=1e-4, rtol=0)
     np.testing.assert_allclose(scores.values, expected, atol=1e-4, rtol=0)
@@ -279,7 +307,7 @@ def test_in_bfloat16_it_holds_the_declared_cast_of_float32_weights(engine: Case)
     found, digest, out, _, cast = engine.run("in_another", options, named, ASKED, SAMPLING)
     wanted = {n: t.bfloat16() for n, t in all_names(new).items()}
     assert [n for n in wanted if not np.array_equal(found[n], bits(wanted[n]))] == [] and found.keys() == wanted.keys()
-    assert digest == weights_digest(wanted.items()) and cast == "float32 to bfloat16"
+    assert digest == combined(tensor_digests(wanted.items())) and cast == "float32 to bfloat16"
     gap = np.abs(out.log_probs.values - trainer_log_probs(new, ASKED, out.response_ids, 1.0))
     assert gap.mean() < 0.1
 
@@ -316,6 +344,12 @@ def test_a_model_for_which_vllm_has_no_kernel_fails_at_the_start_and_not_in_the_
     tiny("Llama", vocab_size=VOCABULARY, head_dim=16).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=r"cannot generate: .*head_dim=16 .*docs/how-to/vllm.md"):
         vllm_case({"model": str(tmp_path)})
+
+
+@pytest.mark.slow
+def test_vllm_on_a_cpu_does_not_start_for_a_gpu() -> None:
+    with pytest.raises(EngineError, match="computes on cpu, and cuda was asked for"):
+        vllm_case({"model": saved_model(), "device": "cuda"})
 
 
 @pytest.mark.slow

@@ -69,3 +69,10 @@ def test_real_verl_ends_with_the_weights_of_a_run_by_itself(tmp_path, trainer, p
     done = run(ROOT / "examples/verl/run.py", part, *work, limit=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "FAIL" not in done.stdout
+
+
+def test_planted_faults_of_real_verl_are_attributed_to_their_half(tmp_path):
+    done = run(ROOT / "examples/verl/run.py", "faults", "--work", tmp_path, "--trainer", "v0", limit=3400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for fault in ("stale-weights", "rotary-base", "learning-rate", "slow-answers"):
+        assert f"ok   v0 faults: {fault}" in done.stdout

@@ -405,10 +405,9 @@ def test_check_lists_what_an_engine_holds_otherwise() -> None:
 
 def test_an_engine_that_keeps_its_old_version_is_named() -> None:
     class Stuck(HeldTensors):
-        def finish_update(self) -> str:
+        def finish_update(self) -> None:
             super().finish_update()
             self.weight_version = 0
-            return ""
 
     with (
         pair(engine(), engine(Stuck)) as both,

@@ -29,7 +29,8 @@ STEPS = 3
 
 
 def simulate(folder: Path, infers: Mapping[str, int], trains: Mapping[str, int], alone: bool, steps: int = STEPS,
-             start: int = 5, skip: tuple[str, ...] = (), digests: bool = True) -> Path:  # fmt: skip
+             start: int = 5, skip: tuple[str, ...] = (), digests: bool = True, torch: str = "2",
+             dtype: str = "float32") -> Path:  # fmt: skip
     """``infers``, ``trains``: faults of each half, to the step from which on they act. ``sync`` acts only ``alone``."""
     weights = held = start
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,10 @@ def simulate(folder: Path, infers: Mapping[str, int], trains: Mapping[str, int],
         score = np.array([sum(t) % 5 / 4 + acts("reward") * 0.5 for t in tokens])
         own = Ragged(-((ids.values * 0.01 + weights * 0.001) % 1).astype(np.float32), ids.lengths)
         sampler = Ragged(own.values - np.float32(0.1 * stale), ids.lengths)
-        kinds = {name: Meaning(1.0, "none", "x", step - 1) for name in ("rollout_log_probs", "old_log_probs")}
+        kinds = {
+            "rollout_log_probs": Meaning(1.0, "none", "sampler", step - 1),
+            "old_log_probs": Meaning(1.0, "none", "trainer", step - 1),
+        }
         old = Ragged(own.values * (2 if acts("old") else 1), own.lengths)
         advantage = Ragged(old.values * np.float32(-1 if acts("sign") else 1), old.lengths)
         before, weights = weights, (weights * 3 + int(sum(score) * 8) + (11 if acts("update") else 0)) % 1009
@@ -68,11 +72,13 @@ def simulate(folder: Path, infers: Mapping[str, int], trains: Mapping[str, int],
             "update": Batch(IDS, {}, {}, info),
         }  # fmt: skip
         for stage in (s for s in records if s not in skip):
-            header = Header(folder.name, stage, step, versions={"crossrl": "0"})
+            header = Header(folder.name, stage, step, versions={"crossrl": "0", "torch": torch})
             write_record(folder / "tape" / f"step_{step:06d}" / f"{stage}.0", Draft(header, capture(records[stage])))
         lines.append(json.dumps({"step": step, "critic/rewards/mean": float(score.mean())}))
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "config.yaml").write_text(f"trainer: {{total_training_steps: {steps}}}\n")
+    (folder / "config.yaml").write_text(
+        f"trainer: {{total_training_steps: {steps}}}\nactor_rollout_ref: {{rollout: {{dtype: {dtype}}}}}\n"
+    )
     return folder
 
 

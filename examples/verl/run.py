@@ -1,6 +1,7 @@
-"""CrossRL on real, unmodified verl 0.9.1, on a CPU: rollout skip, record, and exchange between two live runs.
+"""CrossRL on real, unmodified verl 0.9.1, on a CPU: rollout skip, record, exchange of two live runs, which half is it.
 
     python examples/verl/run.py [record|skip|exchange|killed|untouched|all] [--trainer v0|v1|both] [--steps 3]
+    python examples/verl/run.py faults --trainer v0       faults planted in one of two runs, found by crossrl cross
 
 Needs verl and what docs/how-to/use-with-verl.md names. A run takes a minute or two on two cores, most of it to start.
 Exits with 1 if a check fails.
@@ -11,20 +12,30 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import json
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from watched import HERE, Run, start, wait
+from verl_faults import FAULTS
+from watched import HERE, Run, command, start, surroundings, wait
 
+from crossrl.patching import child_environment, install
 from crossrl.tape import RecordMissing, open_run
 
 PARTS = ("record", "skip", "exchange", "killed", "untouched")
 TRAINERS = {"v0": "trainer.use_v1=False", "v1": "trainer.use_v1=True"}
 RECORD = "++tape.mode=record"
+# Planted in A; the last one is a control.
+EXPECTED = {
+    "stale-weights": "inference", "rotary-base": "inference", "learning-rate": "training",
+    "slow-answers": "no difference",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -164,6 +175,36 @@ class Example:
         after = package_digest()
         self.check("verl's files are as before", before == after, f"{after[1]} files, {after[0][:16]}")
 
+    def faults(self) -> None:
+        """``crossrl cross`` on a run with a fault and a healthy one: which half does it blame? B is run once."""
+        install("verl_faults:PATCHES")
+        known: Path | None = None
+        for name, expected in EXPECTED.items():
+            out = self.work / f"{self.trainer}-cross-{name}"
+            subprocess.run(["rm", "-rf", str(out)], check=True)
+            if known is not None:
+                for part in ("arms/BB", "logs/BB.log", "logs/BB.exit_code"):
+                    (out / part).parent.mkdir(parents=True, exist_ok=True)
+                    subprocess.run(["cp", "-r", str(known / part), str(out / part)], check=True)
+            began, found = time.monotonic(), self.crossed(out, name)
+            where = f", {'/'.join(found['stages'])} of step {found['step']}" if found["stages"] else ""
+            told = f"{found['conclusion']}{where}, {time.monotonic() - began:.0f} s"
+            self.check(f"faults: {name}", found["conclusion"] == expected, told)
+            known = known or out
+
+    def crossed(self, out: Path, fault: str) -> dict[str, Any]:
+        """The verdict."""
+        words = shlex.join(command(self.data, out, self.steps, [TRAINERS[self.trainer]]))
+        planted = {**child_environment(), FAULTS[fault]: "1"}
+        a = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in planted.items()), words])
+        sides = ["--a-command", a, "--b-command", words]
+        cross = [sys.executable, "-m", "crossrl", "cross", "--out", str(out), "--steps", str(self.steps), *sides]
+        out.mkdir(parents=True, exist_ok=True)
+        subprocess.run([*cross, "--timeout", str(self.limit_s)], env=surroundings(out), timeout=8 * self.limit_s)
+        if not (out / "verdict.json").exists():
+            return {"conclusion": "nothing", "stages": [], "step": None}
+        return dict(json.loads((out / "verdict.json").read_text()))
+
 
 def digests(run: Run) -> list[str]:
     """The weights after each recorded step; empty if there are none."""
@@ -208,7 +249,7 @@ def package_digest() -> tuple[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=(*PARTS, "all"), default="all")
+    parser.add_argument("part", nargs="?", choices=(*PARTS, "faults", "all"), default="all")
     parser.add_argument("--trainer", choices=(*TRAINERS, "both"), default="both", help="v0: synchronous; v1: default")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("outputs/verl-example"), help="folder for runs and data")

@@ -82,22 +82,29 @@ def start(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     mark, ray_folder = f"{name}-{secrets.token_hex(6)}", Path(tempfile.mkdtemp(prefix="rv"))  # Ray's sockets: short
+    full = {**surroundings(folder), "RAY_TMPDIR": str(ray_folder), MARK: mark, **environment}
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            command(data, folder, steps, overrides), cwd=folder, env=full, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    return Run(name, folder, process, mark, ray_folder)
+
+
+def surroundings(folder: Path) -> dict[str, str]:
+    """The environment of a run in ``folder``."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    full = {
+    return {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu,crossrl.hosts.verl", "VERL_CPU_REQUESTS": str(folder / "requests.txt"),
         "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
         # Ray gives its own helpers 15 s to start, which a busy machine does not manage.
-        "RAY_agent_register_timeout_ms": "120000",
-        "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(ray_folder), MARK: mark,
-        **environment,
+        "RAY_agent_register_timeout_ms": "120000", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *_arguments(data, folder, steps), *overrides]
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, env=full, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )  # fmt: skip
-    return Run(name, folder, process, mark, ray_folder)
+
+
+def command(data: Path, folder: Path, steps: int, overrides: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *_arguments(data, folder, steps), *overrides]
 
 
 def wait(runs: Sequence[Run], limit_s: float) -> None:

@@ -271,7 +271,6 @@ def rollout_engine(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> Hf
         load_model(cfg, dtype).requires_grad_(False) if own else model,
         eos_token_ids(model.generation_config, tokenizer),
         max_num_seqs=keys.max_num_seqs,
-        digest=False,
         receives=as_dtype(trained) if dtype != trained else None,
         packed=packed_of(cfg),
     )
@@ -331,6 +330,7 @@ def train_group(cfg: RunConfig, launcher: Launcher, frozen: bool = False) -> Tra
         settings.processes(cfg),
         host=host,
         name="reference" if frozen else "train",
+        start_s=cfg.cluster.start_timeout,
         env={"OMP_NUM_THREADS": str(threads_of(cfg))},
         gpus=_gpu_share(cfg),
     )

@@ -13,7 +13,7 @@ weights, prompts and responses: what differs is what it made of them. So
 
 provided that B repeats itself there: BB2, or an arm in which B does that half (BA infers with B, AB trains with B), is
 BB bit for bit at that record and before. Where nothing shows that, or where B's own half differs from itself, nothing
-is claimed.
+is claimed; nor where the sides declare a difference that rounds otherwise (``arm_numerics``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from crossrl.cross.arm_numerics import declared
 from crossrl.cross.arm_walk import Place, Walk, sampler_gap, walk
 from crossrl.cross.arms import MEANING
 from crossrl.cross.findings import Conclusion, Evidence, Gap, Part
@@ -90,7 +91,13 @@ def judge_arms(runs: Mapping[str, Path]) -> ArmRecords | None:
     for claim in _claims(walks):
         half = HALF[claim.part]
         witness = _witness(walks, half, claim.place)
-        if half in unstable:
+        rounding = declared(runs.get("AA", runs[claim.walk.name]), runs["BB"], claim.walk.stage, claim.place[0])
+        if rounding and claim.part != "data":
+            doubts.append(
+                f"A and B differ in {'; '.join(rounding[:3])}: rounding alone may make another {claim.walk.stage}, so "
+                f"nothing is blamed on A's {half} by unequal bits. Make them equal, or let the curves decide."
+            )
+        elif half in unstable:
             doubts.append(f"What A's {claim.part} makes differs too, but no more can be said by equal bits.")
         elif witness is None:
             repeat = True
@@ -191,7 +198,8 @@ def _told(w: Walk) -> Evidence:
     if w.unclear:
         return Evidence("records", f"{what} against BB: {w.unclear}. Nothing is concluded from it.")
     held = f", given the same weights ({w.weights[:12]})" if w.weights else ""
-    text = f"{what} is BB bit for bit in {w.pairs} record{'s' * (w.pairs != 1)}, up to {w.stage} of step {w.step}{held}"
+    some = f"is BB bit for bit in {w.pairs} record{'s' * (w.pairs != 1)}, up to" if w.pairs else "begins with"
+    text = f"{what} {some} {w.stage} of step {w.step}{held}"
     return Evidence("records", f"{text}, which differs: {w.more}. The first value is {w.name}'s.")
 
 
@@ -222,7 +230,7 @@ def _own_gap(claim: Claim, runs: Mapping[str, Path]) -> list[Evidence]:
 
 
 def _noise(walks: Mapping[str, Walk]) -> str:
-    same = [n for n in ("BB2", "AB", "BA") if n in walks and walks[n].place is None and walks[n].pairs]
+    same = [n for n in ("AA", "BB2", "AB", "BA") if n in walks and walks[n].place is None and walks[n].pairs]
     if same:
         return f"Records: none; {' and '.join(same)} repeated BB bit for bit."
     return "Records: no arm has repeated all of BB; what was repeated of it stands in the evidence."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,7 +105,7 @@ def _ended(walk: Walk, theirs: str, found: Sequence[Difference]) -> Walk:
         part, why = None, f"{stage} of step {walk.step} differs, but no record says with which weights it was done"
     elif any(d.kind in ("ids", "order") for d in found):
         part, why = None, f"{stage} of step {walk.step} worked on other samples, or in another order"
-    return replace(walk, part=part, unclear=why, gaps=tuple(_gap(d) for d in found[:4]), more=found[0].line())
+    return replace(walk, part=part, unclear=why, gaps=tuple(_gap(d) for d in found[:4]), more=_line(found[0]))
 
 
 def _given(run: RunTape, step: int, record: Record) -> str:
@@ -118,6 +119,11 @@ def weights_of(record: Record, when: str) -> str:
     state = record.header.info.get("state")
     held = state.get(when) if isinstance(state, dict) else None
     return str(held.get("weights", "")) if isinstance(held, dict) else ""
+
+
+def _line(d: Difference) -> str:
+    """What differs, in words; of digests the first digits."""
+    return re.sub(r"\b[0-9a-f]{64}\b", lambda found: found[0][:12], d.line())
 
 
 def _gap(d: Difference) -> Gap:

@@ -77,7 +77,7 @@ def compare(name: str, held: torch.Tensor, wanted: torch.Tensor) -> Difference |
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is kept of a tensor that an engine holds. ``dtype``: such as "float32". ``digest``: see ``tensor_digest``, or
+    """What is kept of a tensor that an engine holds. ``dtype``: such as "float32". ``digest``: see ``tensor_digest``;
     "" if none was asked for. ``untied``: it has other values than the one that it should be tied to."""
 
     dtype: str
@@ -86,7 +86,7 @@ class Seen:
 
 
 def survey(held: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str], digests: bool) -> dict[str, Seen]:
-    """Look at each tensor of ``held`` once and let it go: where an engine makes them for this (what is packed, or shared
+    """Look at each tensor of ``held`` once and let it go: where an engine makes them for this (what is packed, or split
     among ranks), all at once would be the model a second time.
 
     ``tied``: further names, each with the one whose values it should have; of each such group one tensor is kept until
@@ -110,10 +110,10 @@ def survey(held: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str], di
                     hashes.add(name, tensor)
             if digests and name not in same:
                 hashes.add(name, tensor)
-        found = hashes.all()
-    found |= {name: found.get(other, "") for name, other in same.items()}
+        made = hashes.all()
+    found = {name: made.get(same.get(name, name), "") for name in dtypes}
     return {
-        name: Seen(dtype, found.get(name, ""), tied.get(name) in dtypes and found.get(name) != found.get(tied[name]))
+        name: Seen(dtype, found[name], tied.get(name) in found and found[name] != found[tied[name]])
         for name, dtype in dtypes.items()
     }
 

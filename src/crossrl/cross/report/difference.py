@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crossrl.batch import BatchError
 from crossrl.cross.findings import Finding, Gap
+from crossrl.cross.next_steps import commands_of
 from crossrl.cross.report.first import first_finding
 from crossrl.cross.report.gather import SIDES, Material
 from crossrl.cross.report.markup import Child, Html, command, number, section, table, tag
@@ -70,6 +71,8 @@ def _any_sample(material: Material, finding: Finding) -> Gap | None:
 
 
 def _none(material: Material) -> str:
+    if commands_of(material.folder)[0]:
+        return "Of the arms' records: see the evidence, and crossrl diff below it."
     if not material.examined:
         return "Unknown until a tape was examined: see “Missing from this page”."
     return "None: no stage differs by more than noise in what was examined."

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossrl.cross.findings import Examination, Finding
+from crossrl.cross.next_steps import commands_of
 from crossrl.cross.report.first import first_finding
 from crossrl.cross.report.gather import Material
 from crossrl.cross.report.markup import Html, data_script, section, tag
@@ -25,7 +26,10 @@ WORDS = {
 def stages_section(material: Material) -> Html:
     title = "Stage by stage"
     if not material.examined:
-        return section("stages", title, tag("p", "No tape was examined yet.", class_="absent"))
+        text = "No tape was examined yet."
+        if commands_of(material.folder)[0]:
+            text = "Runs of verl are not examined by stages: the records of the arms are compared, see the evidence."
+        return section("stages", title, tag("p", text, class_="absent"))
     cells: dict[str, Any] = {}
     first = first_finding(material)
     other = {name: e for name, e in material.examined.items() if e.of != e.by}

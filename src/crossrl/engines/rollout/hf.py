@@ -61,9 +61,8 @@ class HfRolloutEngine:
     """``RolloutEngine`` for ``model``, which may be the trainer's own (then a weight update copies nothing).
 
     ``eos_token_ids``: sampling one ends a response (and it is part of it). ``max_num_seqs``: responses in the
-    making at once. ``digest``: whether ``finish_update`` hashes the weights (else it returns ""). ``receives``: the
-    dtype in which weights come, where it is not that of ``model``: they are cast. ``packed``: see ``Policy``;
-    ``notice`` says when the fallback is in use.
+    making at once. ``receives``: the dtype in which weights come, where it is not that of ``model``: they are cast.
+    ``packed``: see ``Policy``; ``notice`` says when the fallback is in use.
     """
 
     name = "hf"
@@ -74,7 +73,6 @@ class HfRolloutEngine:
         eos_token_ids: Sequence[int],
         *,
         max_num_seqs: int = 256,
-        digest: bool = True,
         receives: torch.dtype | None = None,
         packed: bool | None = None,
         weight_version: int = 0,
@@ -84,7 +82,7 @@ class HfRolloutEngine:
         self.policy = Policy(model, packed)
         self.weight_version = weight_version
         self._eos = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.int64, device=self.policy.device)
-        self._max_num_seqs, self._digest, self._receives = max_num_seqs, digest, receives
+        self._max_num_seqs, self._receives = max_num_seqs, receives
         self._held = {n: p.detach() for n, p in distinct_parameters(model)}
         self._update: WeightTransaction | None = None
         self._condition = Condition()

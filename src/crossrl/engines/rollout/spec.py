@@ -62,6 +62,7 @@ def make(spec: EngineSpec) -> RolloutEngine:
                 max_num_seqs=spec.max_num_seqs,
                 receives=spec.receives,
                 trust_remote_code=spec.trust_remote_code,
+                device=spec.device,
                 **spec.options,
             )
         )
@@ -80,7 +81,6 @@ def make(spec: EngineSpec) -> RolloutEngine:
         model.requires_grad_(False),
         spec.eos_token_ids,
         max_num_seqs=spec.max_num_seqs,
-        digest=False,  # a transfer makes its own
         receives=as_dtype(spec.receives) if spec.receives else None,
         packed=spec.packed,
     )

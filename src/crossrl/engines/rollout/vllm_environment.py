@@ -98,8 +98,8 @@ def check_platform(device: str | None) -> str:
     if found != wanted:
         raise EngineError(
             f"vLLM as it is installed here computes on {found or 'nothing that it finds'}, and {wanted} was "
-            f"{'asked for' if device else 'chosen, which is what PyTorch has here'}: set trainer.device={found or 'cpu'}, "
-            f"or install vLLM for {wanted}; see {HOW_TO}"
+            f"{'asked for' if device else 'chosen, which is what PyTorch has here'}: set trainer.device, or install "
+            f"vLLM for {wanted}; see {HOW_TO}"
         )
     return wanted
 

@@ -42,10 +42,9 @@ class VllmOptions:
     many as the model has positions. ``seed``: of vLLM itself (each request has its own). ``tensor_parallel``: worker
     processes that share one model. ``gpu_memory_utilization``: share of the GPU that vLLM takes (not on a CPU, where
     VLLM_CPU_KVCACHE_SPACE says how many GiB keys and values take). ``prefix_caching``: equal beginnings of prompts are
-    computed once. ``sleeps``: ``sleep`` frees memory (GPU). ``device``: "cpu" or "cuda", which vLLM must be built for; None:
-    "cuda" if PyTorch has one.
-    ``engine_kwargs``: handed to vLLM as they are, but for those that this adapter sets itself or refuses
-    (``REFUSED``), which are an error.
+    computed once. ``sleeps``: ``sleep`` frees memory (GPU). ``device``: "cpu" or "cuda", as vLLM must be
+    installed for; None: "cuda" if PyTorch has one. ``engine_kwargs``: handed to vLLM as they are, but for those that
+    this adapter sets itself or refuses (``REFUSED``), which are an error.
     """
 
     model: str
@@ -160,8 +159,8 @@ def check_names(model: str, found: Sequence[tuple[str, tuple[int, ...], str]]) -
             stored |= set(opened.keys())
     if not stored:
         raise EngineError(
-            f"{model} has no weights in *.safetensors files, so that their names cannot be compared with those that vLLM "
-            "has. Save the model with save_pretrained, which writes that form"
+            f"{model} has no weights in *.safetensors files, so that their names cannot be compared with those that "
+            "vLLM has. Save the model with save_pretrained, which writes that form"
         )
     names = {name for name, _, _ in found}
     strange, more = sorted(stored - names), sorted(n for n in names - stored if not n.endswith("lm_head.weight"))
