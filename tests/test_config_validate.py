@@ -163,7 +163,6 @@ def test_engines_that_are_not_here_say_what_to_do():
 
 def test_processes_that_do_not_go_together_are_refused():
     assert "several machines need Ray" in problem("trainer.nnodes=2", "cluster.launcher=local")
-    assert "add cluster.address=auto" in problem("trainer.nnodes=2")
     spread = (f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2")
     assert "use one of 1, 3" in problem(*spread, "trainer.n_gpus_per_node=3")
     load_config([*BASE, *spread, "trainer.n_gpus_per_node=3", f"{R}.replicas=1"])
@@ -179,7 +178,7 @@ def test_processes_that_do_not_go_together_are_refused():
         ((f"{R}.replicas=2",), ("ray", 1, 2, True)),
         (("trainer.n_gpus_per_node=2",), ("ray", 2, 2, True)),
         (
-            ("trainer.n_gpus_per_node=2", "trainer.nnodes=3", "cluster.address=auto", f"{R}.replicas=1"),
+            ("trainer.n_gpus_per_node=2", "trainer.nnodes=3", f"{R}.replicas=1"),
             ("ray", 6, 1, True),
         ),
         (("cluster.launcher=ray",), ("ray", 1, 1, True)),

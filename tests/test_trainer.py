@@ -329,7 +329,7 @@ def test_an_earlier_export_stays_until_the_new_one_is_complete(run, monkeypatch)
     def full(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr("crossrl.engines.train.saving.save_hf", full)
+    monkeypatch.setattr("crossrl.engines.train.fsdp.FsdpTrainEngine.save_hf", full)
     with pytest.raises(TrainingError, match="no space left"):
         run("trainer.total_training_steps=3", folder="export")
     after = weights(run.folder / "export")

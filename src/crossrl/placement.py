@@ -108,10 +108,10 @@ def _apart(cfg: RunConfig, tokenizer: Any, logs: Path | None) -> Engines:
 def _check_devices(cfg: RunConfig) -> None:
     """Raises ``EngineError`` for what cannot be placed."""
     rollout = cfg.actor_rollout_ref.rollout
-    if cfg.cluster.address and cfg.trainer.device == "auto" and not torch.cuda.is_available():
+    if settings.ray_address(cfg) and cfg.trainer.device == "auto" and not torch.cuda.is_available():
         raise EngineError(
-            f"trainer.device=auto with cluster.address={cfg.cluster.address}, on a machine without a GPU: say what the "
-            "machines of the cluster are to compute on, trainer.device=cuda or trainer.device=cpu"
+            f"trainer.device=auto in the Ray cluster {settings.ray_address(cfg)}, started on a machine without a GPU: say "
+            "what its machines are to compute on, trainer.device=cuda or trainer.device=cpu"
         )
     spread = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
     if spread > 1 and settings.launcher(cfg) == "ray" and device_of(cfg).type == "cuda":
@@ -151,7 +151,7 @@ def ray_settings(cfg: RunConfig) -> dict[str, Any]:
             "rollout": settings.replicas(cfg),
             "reward": cfg.trainer.nnodes,
         },
-        "address": cfg.cluster.address or "",
+        "address": settings.ray_address(cfg),
         "init": cfg.cluster.ray_init,
     }
 
@@ -320,7 +320,7 @@ def train_spec(cfg: RunConfig, frozen: bool = False) -> TrainSpec:
 def train_group(cfg: RunConfig, launcher: Launcher, frozen: bool = False) -> TrainGroup:
     """All train ranks, or those of the ``frozen`` reference, started."""
     host = "127.0.0.1"
-    if cfg.cluster.address:
+    if settings.ray_address(cfg):
         from ray.util import get_node_ip_address
 
         host = get_node_ip_address()

@@ -57,6 +57,11 @@ def launcher(cfg: RunConfig) -> Literal["none", "local", "ray"]:
     return "none" if cfg.actor_rollout_ref.rollout.name == "hf" else "local"
 
 
+def ray_address(cfg: RunConfig) -> str:
+    """Of the cluster to run in; "": one that is started for this run. Several machines are never started by a run."""
+    return cfg.cluster.address or ("auto" if cfg.trainer.nnodes > 1 else "")
+
+
 def planted_in_engine(cfg: RunConfig) -> str:
     """The faults of ``cross.plant`` that are planted where an engine in another process computes."""
     return cfg.cross.plant or "" if launcher(cfg) != "none" else ""

@@ -16,7 +16,7 @@ class ClusterConfig:
     where one process would do (ray: training too)."""
     address: str | None = None
     """Ray cluster to run in: auto (the one this machine belongs to) or HOST:PORT. null: one is started on this machine,
-    for this run."""
+    for this run, or, with trainer.nnodes above 1, auto."""
     ray_init: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ray.init, such as num_cpus=8."""
     start_timeout: float = 600.0

@@ -225,11 +225,6 @@ def _processes(c: RunConfig) -> list[str]:
             f"multiple of actor_rollout_ref.rollout.tensor_model_parallel_size={spread}: use one of "
             f"{', '.join(map(str, sizes))}, or say how many engines there are with actor_rollout_ref.rollout.replicas"
         )
-    if t.nnodes > 1 and c.cluster.launcher != "local" and not c.cluster.address:
-        problems.append(
-            f"trainer.nnodes={t.nnodes} needs a Ray cluster over that many machines: start one (ray start) and add "
-            "cluster.address=auto; for several processes on this machine use trainer.n_gpus_per_node"
-        )
     if t.nnodes > 1 and c.cluster.launcher == "local":
         problems.append(f"trainer.nnodes={t.nnodes} with cluster.launcher=local: several machines need Ray; remove it")
     return problems
