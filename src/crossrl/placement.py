@@ -110,8 +110,8 @@ def _check_devices(cfg: RunConfig) -> None:
     rollout = cfg.actor_rollout_ref.rollout
     if settings.ray_address(cfg) and cfg.trainer.device == "auto" and not torch.cuda.is_available():
         raise EngineError(
-            f"trainer.device=auto in the Ray cluster {settings.ray_address(cfg)}, started on a machine without a GPU: say "
-            "what its machines are to compute on, trainer.device=cuda or trainer.device=cpu"
+            f"trainer.device=auto in the Ray cluster {settings.ray_address(cfg)}, started on a machine without a GPU: "
+            "say what its machines are to compute on, trainer.device=cuda or trainer.device=cpu"
         )
     spread = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
     if spread > 1 and settings.launcher(cfg) == "ray" and device_of(cfg).type == "cuda":
