@@ -11,7 +11,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from crossrl.config import files, grammar
 from crossrl.config.errors import ConfigError
-from crossrl.config.keys import at, default_tree, groups, is_verl_key, leaves, nearest, our_key, verl_groups
+from crossrl.config.keys import at, default_tree, defaults, groups, is_verl_key, leaves, nearest, our_key, verl_groups
 from crossrl.config.refusals import refuse, refuse_silent_gae
 from crossrl.config.resolved import flatten
 from crossrl.config.root import RunConfig
@@ -78,7 +78,8 @@ def load_config(
     if problems:
         raise ConfigError(problems)
     if config.actor_rollout_ref.rollout.name != "vllm":
-        no_effect |= {path: v for path, v in applied.items() if path.startswith(VLLM_ONLY)}
+        own = {path: v for path, v in applied.items() if path.startswith(VLLM_ONLY)}
+        no_effect |= {path: v for path, v in own.items() if v != defaults().get(path)}  # a run's config.yaml has all
     listed = tuple((path, v) for path, v in no_effect.items() if path not in MUST_EQUAL)
     return LoadedConfig(config, tuple(applied.items()), listed, (*warnings, *more))
 
