@@ -7,7 +7,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm demo test test-fast lint format bench clean-venv
+.PHONY: help venv vllm demo test test-long test-fast lint format bench clean-venv
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ vllm:  ## an environment with vLLM for the CPU, for its tests (2.4 GB): make tes
 # One thread for each worker: PyTorch's threads spin, and two workers with two each would stand in each other's way.
 test: $(STAMP)  ## all tests; VLLM=PYTHON: also those that need vLLM, with that interpreter
 	OMP_NUM_THREADS=1 CROSSRL_TEST_VLLM=$(or $(VLLM),$(CROSSRL_TEST_VLLM)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-long: $(STAMP)  ## also variations that CI leaves out
+	CROSSRL_LONG=1 $(MAKE) test
 
 test-fast: $(STAMP)  ## the tests that take less than ten seconds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'

@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("smollm2"):
             item.add_marker(pytest.mark.timeout(900))
+        if item.get_closest_marker("long") and not os.environ.get("CROSSRL_LONG"):
+            item.add_marker(pytest.mark.skip(reason="a variation that takes long: CROSSRL_LONG=1 runs it"))
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,7 @@ def test_arguments_that_cannot_be_meant_are_refused(script: str, args: list[str]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_engines_are_compared_and_one_that_does_not_start_is_named(demo_files: Path, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such module >&2\nexit 3\n")
@@ -122,6 +123,7 @@ def test_the_gpu_script_has_a_dry_run_and_refuses_a_machine_without_one(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_the_gpu_script_rehearses_its_parts_and_keeps_the_others_when_one_fails(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     (tmp_path / "config.json").write_text("{}")  # no model: training cannot start

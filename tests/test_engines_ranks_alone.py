@@ -78,6 +78,7 @@ def test_a_rank_that_hangs_is_named_within_the_limit(group: TrainGroup) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_is_named_within_the_limit(group: TrainGroup) -> None:
     ends(group, lambda: step(group, "stop"), WorkerLate, r"for train-1 .*rank 1 gives no sign of life")
 
@@ -87,6 +88,7 @@ def test_a_rank_that_fails_is_named_with_its_own_words(group: TrainGroup) -> Non
     ends(group, lambda: step(group, ""), WorkerError, r"train-1 \(process \d+\) failed at step: IndexError: list index")
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_between_two_calls_is_named(group: TrainGroup) -> None:
     os.kill(int(group._calls.workers[1].process.split()[1]), 9)
     ends(group, lambda: step(group, ""), WorkerDied, r"train-1 \(process \d+\) has died")
@@ -97,6 +99,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(spec: Trai
         start(spec_of(Path("/nowhere")), 2, tmp_path)
 
 
+@pytest.mark.long
 def test_a_start_has_a_limit_of_its_own_and_promises_no_checkpoint(spec: TrainSpec, tmp_path: Path) -> None:
     words = r"waited [01] s for train-0 .*train-1 .* to start: no answer.*not started.*nothing was trained yet$"
     with pytest.raises(WorkerLate, match=words) as caught:
@@ -114,6 +117,7 @@ def test_what_one_rank_alone_refuses_is_told_at_once_and_ends_the_group(spec: Tr
             group.log_probs(data(), 1.0, False)
 
 
+@pytest.mark.long
 def test_ranks_with_other_weights_do_not_start(spec: TrainSpec, tmp_path: Path) -> None:
     other = tmp_path / "other"
     wide(seed=1, tie_word_embeddings=True).save_pretrained(other)
@@ -134,7 +138,7 @@ def test_one_rank_is_the_plain_engine_bit_for_bit(spec: TrainSpec, tmp_path: Pat
         assert one.digests() == group.digests()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_weights_that_are_kept_during_a_step_give_the_same_gradient(
     spec: TrainSpec, tmp_path: Path, checkpointing: bool
 ) -> None:
@@ -152,6 +156,7 @@ def test_weights_that_are_kept_during_a_step_give_the_same_gradient(
         assert max(float((mine[n] - whole[n]).abs().max()) for n in mine) < 3e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["GptOss", "Bloom"])
 def test_experts_and_models_without_packed_attention_are_sharded_as_well(name: str, tmp_path: Path) -> None:
     tiny(name).save_pretrained(tmp_path / "model")
@@ -167,6 +172,7 @@ def test_experts_and_models_without_packed_attention_are_sharded_as_well(name: s
         assert max(float((mine[n] - whole[n]).abs().max()) for n in mine) < 1e-7
 
 
+@pytest.mark.long
 def test_a_frozen_model_is_scored_on_two_ranks_and_not_trained(spec: TrainSpec, tmp_path: Path) -> None:
     frozen = replace(spec, optimizer=None)
     expected, _ = frozen.plain_engine().log_probs(data(), 1.0, False)
