@@ -55,6 +55,8 @@ def start(request: pytest.FixtureRequest, launchers: Callable[[str], Any]) -> It
         return made
 
     yield begin
+    for worker in workers:
+        worker.kill()  # one that hangs on purpose would have its time to end
     close_all(workers)
 
 

@@ -340,6 +340,7 @@ def test_two_tensor_parallel_ranks_each_receive_and_prove_what_they_hold_togethe
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_for_which_vllm_has_no_kernel_fails_at_the_start_and_not_in_the_first_step(tmp_path: Path) -> None:
     tiny("Llama", vocab_size=VOCABULARY, head_dim=16).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=r"cannot generate: .*head_dim=16 .*docs/how-to/vllm.md"):
@@ -347,6 +348,7 @@ def test_a_model_for_which_vllm_has_no_kernel_fails_at_the_start_and_not_in_the_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_vllm_on_a_cpu_does_not_start_for_a_gpu() -> None:
     with pytest.raises(EngineError, match="computes on cpu, and cuda was asked for"):
         vllm_case({"model": saved_model(), "device": "cuda"})

@@ -50,6 +50,7 @@ def gaps(files: Path, folder: Path, *more: str) -> list[float]:
     ]
 
 
+@pytest.mark.long
 def test_sampler_and_trainer_agree_to_numerical_noise_in_every_step(files: Path, tmp_path: Path) -> None:
     found = gaps(files, tmp_path / "good")
     assert len(found) == STEPS and max(found) < NOISE

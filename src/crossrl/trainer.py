@@ -206,12 +206,12 @@ class Trainer:
             "model": f"{cfg.actor_rollout_ref.model.path} ({_count(parts.trainer.facts.num_parameters)} parameters)",
             "stages": " -> ".join(name for name in ORDER if name in parts.stages),
             "steps": f"{parts.total_steps}, {cfg.data.train_batch_size} prompts x {cfg.actor_rollout_ref.rollout.n}",
-            "folder": str(self.folder),
+            "folder": shown(self.folder),
         }
         notes = list(parts.notes)
         if saved:
             tensors = parts.trainer.facts.state_tensors
-            notes.append(f"resumed from {saved.path}: step {saved.step}, {tensors} tensors, digests as saved")
+            notes.append(f"resumed from {shown(saved.path)}: step {saved.step}, {tensors} tensors, digests as saved")
             notes += self.state.changes(saved)
         no_effect = [f"{key}={value}" for key, value in self.loaded.no_effect]
         self.reporter.start(parts.total_steps, summary, no_effect, notes, saved.step if saved else None)
@@ -307,7 +307,7 @@ class Trainer:
         if self.done == 0:
             return self._end(1, "no step was done: no group of the data had samples that score differently")
         self._export()
-        return self._end(0, f"{self.done} steps done; the trained model is in {self.export}")
+        return self._end(0, f"{self.done} steps done; the trained model is in {shown(self.export)}")
 
     def _export(self) -> None:
         """Write the trained model as a Hugging Face folder; an earlier one goes only when the new one is complete."""
@@ -351,6 +351,12 @@ class Trainer:
             file.write(f"{socket.gethostname()} {os.getpid()}\n")
             file.flush()
             yield
+
+
+def shown(path: Path) -> str:
+    """As a user would type it: relative to the working directory where it is in there."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _count(number: int) -> str:
