@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models_for_tests import wide
 
 from crossrl.cluster.local import LocalLauncher
 from crossrl.engines.base import LossInput
@@ -98,6 +99,12 @@ def start(
 def spec_of(folder: Path, **options: Any) -> TrainSpec:
     how: dict[str, Any] = {"threads": 1, "limit_s": 120.0, "micro_batch_size": 2}
     return TrainSpec(str(folder), optimizer=AdamWSettings(weight_decay=0.1, max_grad_norm=None), **{**how, **options})
+
+
+def saved_spec(folder: Path) -> TrainSpec:
+    """Of a model with a tied head, which is written to ``folder``."""
+    wide(tie_word_embeddings=True).save_pretrained(folder)
+    return spec_of(folder)
 
 
 def policy_gradient(given: LossInput) -> tuple[torch.Tensor, dict[str, float]]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import batch, wide
-from ranks_cases import policy_gradient, spec_of, start
+from models_for_tests import batch
+from ranks_cases import policy_gradient, saved_spec, start
 from safetensors.torch import load_file, save_file
 
 from crossrl.checkpoint import CheckpointError, CheckpointStore, Saved
@@ -33,9 +33,7 @@ GROUPS = [(3, [5, 1, 9]), (11, [2, 7, 4, 4]), (1, [6]), (5, [1, 1])]
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    wide(tie_word_embeddings=True).save_pretrained(folder)
-    return spec_of(folder)
+    return saved_spec(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(scope="module")

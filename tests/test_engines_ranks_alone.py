@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models_for_tests import batch, tiny, wide
-from ranks_cases import On, policy_gradient, spec_of, start
+from ranks_cases import On, policy_gradient, saved_spec, spec_of, start
 
 from crossrl.batch import Batch
 from crossrl.cluster.worker import WorkerDied, WorkerError, WorkerLate
@@ -27,9 +27,7 @@ GROUPS = [(3, [5, 1, 9]), (11, [2, 7, 4, 4]), (1, [6]), (5, [1, 1])]
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    wide(tie_word_embeddings=True).save_pretrained(folder)
-    return spec_of(folder)
+    return saved_spec(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from crossrl.cross.watch import kill_marked
 
 HERE = Path(__file__).resolve().parent
 MARK = "CROSSRL_EXAMPLE_RUN"
@@ -65,11 +65,7 @@ class Run:
 
     def end(self) -> None:
         """Kill what is left of this run, and nothing else: processes whose environment has its mark."""
-        for _ in range(3):
-            for pid in _marked(self.mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.2)
+        kill_marked(MARK, self.mark)
         self.process.wait(10)
         shutil.rmtree(self.ray_folder, ignore_errors=True)
 
@@ -117,17 +113,6 @@ def wait(runs: Sequence[Run], limit_s: float) -> None:
     finally:
         for run in left:
             run.end()
-
-
-def _marked(mark: str) -> list[int]:
-    wanted, found = f"{MARK}={mark}".encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if wanted in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:  # ended in between, or somebody else's
-            continue
-    return found
 
 
 def _arguments(data: Path, folder: Path, steps: int) -> list[str]:

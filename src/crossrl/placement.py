@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -225,6 +226,7 @@ def threads_of(cfg: RunConfig) -> int:
     return cfg.trainer.num_threads or min(cores, choose_threads(_parameters(_model_folder(cfg)))[0])
 
 
+@functools.cache
 def _parameters(folder: str) -> int:
     """How many numbers the model in ``folder`` has, as far as its files say."""
     count = 0
@@ -337,29 +339,12 @@ def train_group(cfg: RunConfig, launcher: Launcher, frozen: bool = False) -> Tra
 
 
 def train_engine(cfg: RunConfig, model: PreTrainedModel) -> FsdpTrainEngine:
-    sequences, tokens = limits_of(cfg)
-    return FsdpTrainEngine(
-        model,
-        optimizer_of(cfg),
-        micro_batch_size=sequences,
-        max_tokens_per_micro_batch=tokens,
-        gradient_checkpointing=cfg.actor_rollout_ref.model.enable_gradient_checkpointing,
-        autocast=autocast_of(cfg),
-        packed=packed_of(cfg),
-    )
+    return train_spec(cfg).plain_engine(model)
 
 
 def reference_engine(cfg: RunConfig) -> FsdpTrainEngine:
     """The model as it was before training, frozen."""
-    sequences, tokens = limits_of(cfg, frozen=True)
-    return FsdpTrainEngine(
-        load_model(cfg).requires_grad_(False),
-        None,
-        micro_batch_size=sequences,
-        max_tokens_per_micro_batch=tokens,
-        autocast=autocast_of(cfg),
-        packed=packed_of(cfg),
-    )
+    return train_spec(cfg, frozen=True).plain_engine()
 
 
 def eos_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:

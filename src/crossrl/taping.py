@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,17 @@ from crossrl.engines.base import EngineState
 from crossrl.report import Reporter
 from crossrl.sharing import IGNORE, OWN, open_exchange
 from crossrl.stages.base import At, Stage
+from crossrl.tape import session
 from crossrl.tape.api import Split
-from crossrl.tape.errors import ExchangeError, PeerLost, TapeError
+from crossrl.tape.errors import ExchangeError
 from crossrl.tape.exchange import WRITER, Exchange
 from crossrl.tape.layout import RunLayout, SkipLayout
 from crossrl.tape.modes import STATEFUL
 from crossrl.tape.record import Record
+from crossrl.tape.session import step_range
 from crossrl.tape.space import estimate_bytes
 from crossrl.tape.tape import Tape, TapeOptions
+from crossrl.tape.texts import template_digest, tokenizer_digest
 from crossrl.tape.wait import wait_for
 
 
@@ -142,20 +143,8 @@ class RunTape:
             self.exchange.done_with({stage: self.tape.calls(self.exchange.label, stage) for stage in WRITER})
 
     def close(self, error: BaseException | None, how: str) -> None:
-        """The run ends: bring all records to the disk, and tell the other side of an exchange. Raises ``TapeError``."""
-        try:
-            if error is None:
-                self.tape.close()
-            else:  # what was recorded before the failure is what one wants to see
-                with contextlib.suppress(TapeError):
-                    self.tape.close()
-        except TapeError as failure:
-            error = failure
-            raise
-        finally:
-            if self.exchange:
-                reason = how if error is None else error.trouble if isinstance(error, PeerLost) else reason_of(error)
-                self.exchange.close(error is not None, reason)
+        """See ``crossrl.tape.session.close``."""
+        session.close(self.tape, self.exchange, error, how)
 
     def set_aside_validation(self, step: int) -> None:
         """Move the records of a validation that a kill interrupted; it is done again."""
@@ -225,7 +214,7 @@ class RunTape:
     def _text(self) -> dict[str, Any]:
         return {
             "tokenizer": {"digest": tokenizer_digest(self.parts.tokenizer)},
-            "chat_template": {"digest": template_digest(self.parts, self.cfg)},
+            "chat_template": {"digest": template_of(self.parts, self.cfg)},
         }
 
     def _validation(self) -> Mapping[str, Any]:
@@ -235,10 +224,6 @@ class RunTape:
             "rollout": {**self._engine(), "seed": seed, "val": {"n": rollout.val_kwargs.n, **sampling}},
             "data": {"val_digest": data.digest if data else None},
         }
-
-
-def reason_of(error: BaseException) -> str:
-    return str(error) or ("stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
 
 
 class Digests:
@@ -280,19 +265,6 @@ def wanted(cfg: RunConfig) -> bool:
     return cfg.tape.mode != "off" or skips or shares
 
 
-def step_range(text: str | None) -> frozenset[int] | None:
-    """``1-3,7`` to {1, 2, 3, 7}; None (all) for nothing."""
-    if not text:
-        return None
-    steps: set[int] = set()
-    for part in str(text).split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise ValueError(f"steps {text!r}: want numbers and ranges such as 1-10,20")
-        steps.update(range(int(first), int(last or first) + 1))
-    return frozenset(steps)
-
-
 def model_config(parts: Parts) -> dict[str, Any]:
     """The model's architecture; what says how it was loaded is left out."""
     config = parts.trainer.facts.config
@@ -301,32 +273,11 @@ def model_config(parts: Parts) -> dict[str, Any]:
     }
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def template_digest(parts: Parts, cfg: RunConfig) -> str:
+def template_of(parts: Parts, cfg: RunConfig) -> str:
+    """Digest of the chat template that prompts are made with."""
     own = cfg.actor_rollout_ref.model.custom_chat_template
     template = own or getattr(parts.tokenizer, "chat_template", None) or ""
-    text = f"{template}\n{sorted(cfg.data.apply_chat_template_kwargs.items())}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def log_to(reporter: Reporter) -> Iterator[None]:
-    """While this is open, the tape's log lines are shown by the run's reporter."""
-    logger, handler = logging.getLogger("crossrl.tape"), ReporterHandler(reporter)
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.level, logger.propagate = before
+    return template_digest(template, cfg.data.apply_chat_template_kwargs)
 
 
 class ReporterHandler(logging.Handler):

@@ -30,6 +30,7 @@ from crossrl.report import Reporter, Sample
 from crossrl.resume import RunState
 from crossrl.stages.base import ORDER, At, Stage, apply
 from crossrl.stages.checkpoint import Checkpoint
+from crossrl.tape.session import log_to
 from crossrl.taping import RunTape
 from crossrl.validation import validate
 
@@ -106,7 +107,7 @@ class Trainer:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Lock the folder, load data and models, wrap the stages; at the end, wait until the tape is on the disk."""
-        with self._lock(), taping.log_to(self.reporter):
+        with self._lock(), log_to(taping.ReporterHandler(self.reporter)):
             store = CheckpointStore(self.folder, self.cfg.trainer.max_actor_ckpt_to_keep)
             store.clean()
             self.parts = parts = assemble(self.cfg, self.reporter.stage, self.folder / "workers")

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from crossrl.files import publish_text
     from crossrl.report import Reporter
     from crossrl.report.console import open_display
-    from crossrl.taping import step_range
+    from crossrl.tape.session import step_range
 
     loaded, plant = planting(load_config(args.overrides, args.config))
     with Reporter(open_display(Console(stderr=True, highlight=False), steps=False)) as reporter:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     from crossrl.report import Reporter
     from crossrl.report.console import open_display
-    from crossrl.taping import step_range
+    from crossrl.tape.session import step_range
     from crossrl.verify import Request, verify
 
     request = Request(

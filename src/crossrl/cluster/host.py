@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``error``: "" or what was raised, as a user should read it. ``trace``: where."""
+    """``error``: "" or what was raised, as a user should read it."""
 
     value: Any = None
     error: str = ""
-    trace: str = ""
 
 
 class Host:
@@ -65,4 +63,4 @@ def answer(run: Callable[[], Any]) -> Answer:
         # Errors of our own are written for users; of any other the kind belongs to the message.
         ours = type(error).__module__.startswith("crossrl.")
         words = str(error) if ours and str(error) else f"{type(error).__name__}: {error}"
-        return Answer(error=words, trace=traceback.format_exc())
+        return Answer(error=words)

@@ -12,8 +12,9 @@ from crossrl.config.root import RunConfig
 from crossrl.cross.findings import Part, Setting
 from crossrl.tape.compare import flatten as flat_map
 from crossrl.tape.compare import same
+from crossrl.tape.texts import tokenizer_digest
 from crossrl.tape.values import normal
-from crossrl.taping import model_config, template_digest, tokenizer_digest
+from crossrl.taping import model_config, template_of
 
 # The first pattern that fits counts. () : cannot change a result beyond rounding. Several: it concerns all of these.
 _BOTH: tuple[Part, ...] = ("inference", "training")
@@ -98,7 +99,7 @@ def facts_here(parts: Parts, cfg: RunConfig) -> dict[str, Any]:
     return {
         "data set": parts.train_data.digest,
         "tokenizer": tokenizer_digest(parts.tokenizer),
-        "chat template": template_digest(parts, cfg),
+        "chat template": template_of(parts, cfg),
         "reward code": parts.scorer.digest,
         **flat_map({"model": normal(model_config(parts))}),
     }

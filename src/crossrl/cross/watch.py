@@ -30,17 +30,22 @@ def clear(env: Mapping[str, str]) -> None:
     """Kill what a run with the mark in ``env`` has left, and nothing else, and remove its Ray's folder."""
     if MARK not in env:
         return
-    for _ in range(3):
-        for pid in _marked(env[MARK]):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
+    kill_marked(MARK, env[MARK])
     if folder := env.get("RAY_TMPDIR"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _marked(mark: str) -> list[int]:
-    wanted, found = f"{MARK}={mark}".encode(), []
+def kill_marked(variable: str, mark: str) -> None:
+    """Kill the processes whose environment has ``variable`` with the value ``mark``; also what they start meanwhile."""
+    for _ in range(3):
+        for pid in _marked(variable, mark):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _marked(variable: str, mark: str) -> list[int]:
+    wanted, found = f"{variable}={mark}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if wanted in path.read_bytes().split(b"\0"):

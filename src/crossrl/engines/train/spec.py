@@ -53,6 +53,6 @@ class TrainSpec:
             "packed": self.packed,
         }
 
-    def plain_engine(self) -> FsdpTrainEngine:
-        """The engine of one process."""
-        return FsdpTrainEngine(self.load(self.device), self.optimizer, **self.options())
+    def plain_engine(self, model: PreTrainedModel | None = None) -> FsdpTrainEngine:
+        """The engine of one process, over ``model`` where that is loaded already."""
+        return FsdpTrainEngine(model or self.load(self.device), self.optimizer, **self.options())

@@ -10,6 +10,7 @@ from typing import Any
 from crossrl.files import file_digest
 from crossrl.hosts.verl.settings import Settings
 from crossrl.tape.header import RECORD_VERSION
+from crossrl.tape.texts import template_digest, tokenizer_digest
 
 # How a model is loaded, not what model it is.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "attn_implementation",
@@ -93,8 +94,7 @@ class Facts:
 
     def _template(self) -> str:
         arguments = _plain(self.config.data.get("apply_chat_template_kwargs")) or {}
-        text = f"{getattr(self.tokenizer, 'chat_template', None) or ''}\n{sorted(arguments.items())}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        return template_digest(getattr(self.tokenizer, "chat_template", None) or "", arguments)
 
     def _reward_code(self) -> str | None:
         for part in (self.config.get("reward"), self.config):
@@ -102,12 +102,6 @@ class Facts:
             if path and Path(path).is_file():
                 return file_digest(Path(path))
         return None
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def model_config(config: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,8 +20,9 @@ from crossrl.hosts.verl.stages import Generate, Update, computed_stages
 from crossrl.hosts.verl.versions import installed
 from crossrl.hosts.verl.weights import actor_digest
 from crossrl.stages.base import At, Stage
+from crossrl.tape import session
 from crossrl.tape.api import Split
-from crossrl.tape.errors import ExchangeError, PeerLost, TapeError
+from crossrl.tape.errors import ExchangeError
 from crossrl.tape.exchange import WRITER, Exchange
 from crossrl.tape.layout import RunLayout, SkipLayout
 from crossrl.tape.record import Record
@@ -178,20 +178,7 @@ class Session:
         """The run ends: bring all records to the disk, tell the other side of an exchange."""
         if self._attached:
             self.adapter.detach()
-        how = f"ended at step {self.version}"
-        try:
-            if error is None:
-                self.tape.close()
-            else:
-                with contextlib.suppress(TapeError):
-                    self.tape.close()
-        except TapeError as failure:
-            error = failure
-            raise
-        finally:
-            if self.exchange:
-                reason = how if error is None else error.trouble if isinstance(error, PeerLost) else _text(error)
-                self.exchange.close(error is not None, reason)
+        session.close(self.tape, self.exchange, error, f"ended at step {self.version}")
 
     def preflight(self) -> None:
         """Refuse before anything is generated where the first record has other settings than this run."""
@@ -279,19 +266,11 @@ class Session:
         )  # fmt: skip
 
     def _options(self) -> TapeOptions:
-        tape, steps = self.settings.tape, None
-        if tape.steps:
-            from crossrl.taping import step_range
-
-            steps = step_range(tape.steps)
+        tape = self.settings.tape
         return TapeOptions(
-            accept=tuple(tape.accept), steps=steps, keep=tape.keep, max_bytes=tape.max_bytes,
+            accept=tuple(tape.accept), steps=session.step_range(tape.steps), keep=tape.keep, max_bytes=tape.max_bytes,
             unstorable="refuse" if tape.unstorable == "refuse" else "leave_out", wait_s=self.settings.timeout_s,
         )  # fmt: skip
 
     def _fingerprint(self, stage: str, split: Split) -> dict[str, Any]:
         return self.facts.of(stage, self.weights() if stage in ("rollout", "old_log_prob") else "")
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or ("stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__)

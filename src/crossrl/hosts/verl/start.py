@@ -16,8 +16,7 @@ from crossrl.hosts.verl.session import Session
 from crossrl.hosts.verl.settings import Settings
 from crossrl.hosts.verl.versions import installed
 from crossrl.patching.listing import fingerprint_of
-
-log = logging.getLogger("crossrl.tape")
+from crossrl.tape.session import log_to
 
 
 @contextlib.contextmanager
@@ -28,7 +27,7 @@ def session_of(trainer: Any) -> Iterator[Session]:
     settings: Settings = trainer.crossrl_settings
     patching.require(*(patch.name for patch in (V1 if settings.v1 else V0)))
     check_contract(settings.v1)
-    with _messages():
+    with log_to(_messages()):
         session = Session(trainer, settings)
         _say_alive()
         trainer.crossrl_session = session
@@ -68,17 +67,8 @@ def _say_alive() -> None:
     _internal_kv_put(ALIVE, b"1", overwrite=True)
 
 
-@contextlib.contextmanager
-def _messages() -> Iterator[None]:
+def _messages() -> logging.Handler:
     """verl shows warnings only; what the tape says belongs into the log of a run that asked for it."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("crossrl: %(message)s"))
-    before = log.level, log.propagate
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.level, log.propagate = before
+    return handler
