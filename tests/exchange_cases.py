@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from crossrl.config import load_config
 from crossrl.report import MetricsFile, Reporter
 from crossrl.tape.diff import diff_runs
 from crossrl.tape.errors import TapeError
+from crossrl.tape.peers import Desk, Role
 from crossrl.trainer import Trainer
 
 STEPS = 4
@@ -169,11 +171,21 @@ def variant(demo: Path, work: Path, name: str, more: list[str]) -> dict:
 
 
 def appears(path: Path) -> None:
+    until(path.exists, f"{path} did not appear")
+
+
+def until(holds: Callable[[], bool], else_: str) -> None:
     stop = time.monotonic() + LIMIT_S
-    while not path.exists():
+    while not holds():
         if time.monotonic() > stop:
-            raise TimeoutError(f"{path} did not appear")
+            raise TimeoutError(else_)
         time.sleep(0.005)
+
+
+def session(share: Path, role: Role) -> str | None:
+    """Of the run that has registered last."""
+    found = Desk(share, role).read()
+    return found.session if found else None
 
 
 def disturbed(demo: Path, work: Path, name: str, role: str, disturb, more=(), hook=None) -> dict:
@@ -245,11 +257,14 @@ def restarts(demo: Path, work: Path) -> dict[str, object]:
     def kill(pid: int, share: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
-    # With another seed: the two belonged together before, and do no more.
+    # With another seed: the two belonged together before, and do no more. The side that is right is there first, or the
+    # other might come upon its own old entry before it hears of the difference, and name that.
     disturbed(demo, work, "changed", "ckpt", kill)
-    limit = "trainer.share_data_timeout=20"
-    keys = {"rollout": [limit], "ckpt": [limit, "trainer.seed=2"]}
-    pids = {r: start(demo, work / f"changed-{r}", work / "changed-share", r, *more) for r, more in keys.items()}
+    limit, share = "trainer.share_data_timeout=20", work / "changed-share"
+    before = session(share, "rollout")
+    pids = {"rollout": start(demo, work / "changed-rollout", share, "rollout", limit)}
+    until(lambda: session(share, "rollout") != before, "the side that trains has not registered")
+    pids["ckpt"] = start(demo, work / "changed-ckpt", share, "ckpt", limit, "trainer.seed=2")
     codes = {r: end(p) for r, p in pids.items()}
     out["changed"] = {"codes": codes, "errors": {r: error(work, "changed", r) for r in pids}}
     # Refused for a seed that differs; then mended, and the side that was right all the time is started first.

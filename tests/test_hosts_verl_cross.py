@@ -15,7 +15,7 @@ from verl_runs import faults, simulate
 from crossrl.cli.main import main
 from crossrl.cross import runner
 from crossrl.cross.arm_records import judge_arms
-from crossrl.cross.commands import make_command_plan
+from crossrl.cross.commands import ARM_KEYS, make_command_plan
 from crossrl.cross.curves import CurveError
 from crossrl.cross.plan import PlanError
 from crossrl.cross.verdict import VerdictError, recompute
@@ -271,9 +271,40 @@ def test_a_run_that_hangs_after_an_error_is_ended_with_all_that_it_started(tmp_p
     monkeypatch.setattr(runner, "GRACE_S", 0.5)
     monkeypatch.setattr(runner, "LOOK_S", 0.1)
     assert cross(tmp_path, f"{PROGRAM} hang={tmp_path}/child", PROGRAM) == 2
-    assert re.search(r"A alone: nothing was recorded. .*RayTaskError\(ValueError\): it broke", capsys.readouterr().err)
+    assert re.search(r"A alone: nothing was recorded. .*Error executing job with overrides", capsys.readouterr().err)
     status = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_an_error_that_somebody_has_caught_ends_no_run_that_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "GRACE_S", 0.3)
+    monkeypatch.setattr(runner, "LOOK_S", 0.1)
+    assert cross(tmp_path, f"{PROGRAM} handled=1", PROGRAM) == 0
+    monkeypatch.setattr(runner, "QUIET_S", 0.3)  # the control: one that says no more, and does no more
+    assert cross(tmp_path / "quiet", f"LAST=RayTaskError {PROGRAM} hang={tmp_path}/child", PROGRAM) == 2
+    assert "nothing happens for 0.3 s after: RayTaskError" in capsys.readouterr().err
+
+
+def test_a_side_that_ends_well_without_a_record_is_an_error_before_the_other_is_run(tmp_path, capsys):
+    for _ in range(2):  # also when it is started again
+        assert cross(tmp_path, PROGRAM, f"{PROGRAM} forgotten=1") == 2
+        told = capsys.readouterr().err
+        assert "B alone: nothing was recorded. It ended well, but without CrossRL." in told
+        assert "installed for the interpreter of --b-command" in told
+        assert not (tmp_path / "x/arms/AA").exists() and "A alone" not in told
+
+
+def test_an_arm_that_is_longer_than_a_alone_is_judged(tmp_path):
+    root = experiment(tmp_path, "update@2")
+    shutil.rmtree(root / "arms/AA/tape/step_000002")
+    shutil.rmtree(root / "arms/AA/tape/step_000003")
+    verdict, _ = recompute(root)
+    assert (verdict.conclusion, verdict.step) == ("training", 2)
+
+
+def test_an_arm_leaves_alone_what_the_user_s_own_run_has_written():
+    for key in ("rollout_data_dir", "validation_data_dir"):
+        assert f"++trainer.{key}=null" in ARM_KEYS
 
 
 def test_the_next_command_is_the_experiment_s_own(tmp_path):

@@ -615,11 +615,11 @@ def test_what_the_child_left_is_not_believed(tmp_path: Path) -> None:
         _take(tmp_path, 0, Path("x"), "d")
 
 
-REAL = os.environ.get("CROSSRL_VERL_PYTHON", "")
+REAL = os.environ.get("CROSSRL_TEST_VERL", "")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not REAL, reason="CROSSRL_VERL_PYTHON is not set: an interpreter in which import verl works")
+@pytest.mark.skipif(not REAL, reason="CROSSRL_TEST_VERL is not set: an interpreter in which import verl works")
 def test_a_data_proto_that_verl_saved_is_read(tmp_path: Path) -> None:
     maker = tmp_path / "maker.py"
     maker.write_text(MAKER)

@@ -190,6 +190,17 @@ def test_switches_go_along(folder):
     assert (exitcode, result, statuses[0]["state"]) == (0, 6, "off")
 
 
+def test_a_patch_that_cannot_be_carried_and_is_off_stands_in_no_child_s_way(folder):
+    prints = "{'1': '0' * 32 + ':abc'}"
+    own = f"patching.Patch(name='own', target='a.b:c', fingerprints={prints}, wrapper=half, why='w', on=False)"
+    program = START.replace("{args}", "('spawn',)").replace(
+        'patching.install("fixes:PATCHES")\n',
+        f'patching.install("fixes:PATCHES")\n        from fixes import half; patching.install({own})\n',
+    )
+    _, (exitcode, (_, statuses)) = answers(run_program(folder, program))
+    assert (exitcode, [s["name"] for s in statuses]) == (0, ["engine.scale"])
+
+
 def test_a_subprocess_of_a_subprocess_has_them(folder):
     done = run_program(
         folder,

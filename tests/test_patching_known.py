@@ -198,10 +198,10 @@ def test_the_second_patch_needs_the_first():
     assert not any(patch.required or patch.mode == "strict" for patch in PATCHES), "it has not run on an NPU"
 
 
-WHEELS = os.environ.get("VLLM_ASCEND_WHEELS", "")
+WHEELS = os.environ.get("CROSSRL_TEST_WHEELS", "")
 
 
-@pytest.mark.skipif(not WHEELS, reason="VLLM_ASCEND_WHEELS is not set: a folder with wheels of vllm-ascend")
+@pytest.mark.skipif(not WHEELS, reason="CROSSRL_TEST_WHEELS is not set: the folder of `make wheels`")
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
 def test_fingerprints_are_those_of_the_packaged_sources(patch):
     found = {}

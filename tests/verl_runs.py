@@ -92,8 +92,13 @@ def main(words: list[str]) -> int:
     if "hang" in keys:  # as verl does when a part of it has failed: it says so, and stays, with a child
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         Path(keys["hang"]).write_text(str(child.pid))
-        print("ray.exceptions.RayTaskError(ValueError): it broke", flush=True)
+        print(os.environ.get("LAST", "Error executing job with overrides: ['x=1']"), flush=True)
         time.sleep(600)
+    if "handled" in keys:
+        print("ray.exceptions.RayTaskError(ValueError): it broke, and is tried again", flush=True)
+        time.sleep(1.5)
+    if "forgotten" in keys:  # crossrl is not installed there: the keys mean nothing
+        return 0
     steps, role = int(keys.get("trainer.total_training_steps", STEPS)), keys.get("trainer.share_data")
     if role is None:
         simulate(run, faults(mine), faults(mine), True, steps)

@@ -34,6 +34,11 @@ HALF: dict[Part, str] = {**dict.fromkeys(INFERENCE_HALF, "inference"), **dict.fr
 # In which arms, besides BB2, B does this half; and A.
 BY_B = {"inference": "BA", "training": "AB"}
 BY_A = {"inference": "AB", "training": "BA"}
+# A pair tells A's inference from its weight sync, if A's inference does the same twice.
+ONCE = (
+    "A by itself was run once: an inference of A that does not repeat itself, and happened to in AB, would look the "
+    "same. A second run of A alone that equals AA rules that out."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,8 @@ def judge_arms(runs: Mapping[str, Path]) -> ArmRecords | None:
             claims.append(claim)
             evidence.append(_confirmed(claim, walks[witness]))
             evidence += _own_gap(claim, runs)
+            if claim.part == "weight sync":
+                evidence.append(Evidence("records", ONCE))
     evidence += [Evidence("records", text) for text in doubts]
     return ArmRecords(_conclusion(walks, claims, bool(doubts)), tuple(claims), tuple(evidence), _noise(walks), repeat)
 
@@ -177,7 +184,7 @@ def _witness(walks: Mapping[str, Walk], half: str, place: Place) -> str | None:
 def _conclusion(walks: Mapping[str, Walk], claims: list[Claim], doubted: bool) -> Conclusion | None:
     aa = walks.get("AA")
     if claims:
-        if aa is not None and aa.place is None:  # A by itself is as B: then the halves do not fit together
+        if aa is not None and all(aa.covers(c.place) for c in claims):  # A by itself is as B: the halves do not fit
             return "not distinguishable"
         parts = {c.part for c in claims}
         return "several" if len(parts) > 1 else claims[0].part

@@ -11,7 +11,7 @@ from crossrl.cross.commands import CommandPlan
 from crossrl.cross.experiment import ExperimentError
 from crossrl.cross.findings import Verdict
 from crossrl.cross.plan import Job
-from crossrl.cross.runner import Progress, run_together, was_done
+from crossrl.cross.runner import Progress, recorded, run_together, was_done
 from crossrl.cross.verdict import arm_records, recompute
 
 LIKE_B = "A is B bit for bit in every record: the halves need not be swapped."
@@ -32,7 +32,7 @@ class CommandRunner:
         """All of it; with ``quick`` each side alone, no arms."""
         for name in ("BB", "AA"):
             self.together(self.plan.alone(name))
-        self.need_records()
+            self.need_records(self.lines[-1])
         verdict = self.conclude()
         if quick:
             return verdict
@@ -61,11 +61,20 @@ class CommandRunner:
         new = run_together(jobs, lambda lines: self.show([*before, *lines]), self.limit_s)
         self.lines = [*before, *new]
 
-    def need_records(self) -> None:
-        for line in self.lines:
-            job = line.job
-            if line.state == "failed" and job.run and not any((job.run / "tape").glob("step_*/rollout.*")):
-                raise ExperimentError(f"{job.what}: nothing was recorded. {line.detail}\nlog: {job.log}")
+    def need_records(self, line: Progress) -> None:
+        """A run without records is no arm, whatever its exit code."""
+        job = line.job
+        if recorded(job):
+            return
+        told = line.detail
+        if line.state == "done":
+            told = (
+                f"It ended well, but without CrossRL. Is crossrl installed for the interpreter of "
+                f"--{job.side.name.lower()}-command, is it not switched off there "
+                "(CROSSRL_VERL=0), and does a script hand its arguments on "
+                '("$@")? See docs/how-to/use-with-verl.md'
+            )
+        raise ExperimentError(f"{job.what}: nothing was recorded. {told}\nlog: {job.log}")
 
     def records(self) -> ArmRecords | None:
         return arm_records(self.plan.folder.root)

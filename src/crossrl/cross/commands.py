@@ -20,10 +20,13 @@ OURS = re.compile(r"\+{0,2}(tape\.|trainer\.share_data|actor_rollout_ref\.rollou
 # An arm is there to be compared: it validates, saves, shows and resumes nothing of its own accord.
 ARM_KEYS = (
     "trainer.logger=[console]", "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1",
-    "trainer.resume_mode=disable", "++tape.mode=record",
+    "trainer.resume_mode=disable", "++trainer.val_only=False", "++trainer.rollout_data_dir=null",
+    "++trainer.validation_data_dir=null", "++tape.mode=record",
 )  # fmt: skip
-# verl hangs when one of its processes has failed; what it says then.
-FATAL = re.compile(rb"Error executing job with overrides|RayTaskError|ray\.exceptions\.|The actor died")
+# verl hangs when one of its processes has failed. The first is Hydra's last word; the others are also seen in the logs
+# of runs that went on, where somebody has caught the error.
+FATAL = re.compile(rb"Error executing job with overrides")
+TROUBLE = re.compile(rb"RayTaskError|ray\.exceptions\.|The actor died")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class CommandPlan:
         ray = {} if "RAY_ADDRESS" in {**os.environ, **side.env} else {"RAY_TMPDIR": f"/tmp/cr{mark}"}
         return Job(
             arm, what, side, [*side.words, *keys], self.folder.root / "logs" / f"{log}.log", run, self.steps,
-            env={MARK: mark, **ray}, fresh=True, fatal=FATAL,
+            env={MARK: mark, **ray}, fresh=True, fatal=FATAL, trouble=TROUBLE,
         )  # fmt: skip
 
 

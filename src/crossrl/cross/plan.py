@@ -76,7 +76,7 @@ class Job:
     """One process. ``run``: the folder with its metrics, None for an examination. ``result``: what must be there when
     it has ended well, and ``tape``: the records that it must be of. ``log``: where its output goes; its exit code is
     kept beside it. ``env``: further variables. ``fresh``: it does not go on where it was, so what is there goes first.
-    ``fatal``: what it says before it hangs."""
+    ``fatal``: what it says when it has failed, though it may hang then; ``trouble``: what may mean that, or nothing."""
 
     name: str
     what: str
@@ -90,6 +90,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     fresh: bool = False
     fatal: re.Pattern[bytes] | None = None
+    trouble: re.Pattern[bytes] | None = None
 
     @property
     def exit_file(self) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from crossrl.cross.plan import Job
-from crossrl.cross.watch import GRACE_S, clear, first_match
+from crossrl.cross.watch import GRACE_S, QUIET_S, clear, first_match
 from crossrl.files import publish_text, read_json
 
 POLL_S = 0.25
@@ -129,20 +128,30 @@ def _look(line: Progress) -> None:
             code = int(job.exit_file.read_text())
     if code is not None:
         _ended(line, code)
-    elif job.fatal is not None and _hangs(line, job.fatal):
+    elif _hangs(line):
         line.state = "failed"
     elif reward is not None:
         line.detail = f"reward {reward:.3f}"
 
 
-def _hangs(line: Progress, fatal: re.Pattern[bytes]) -> bool:
-    """Whether an error has stood in the log for ``GRACE_S``, and the process is still there."""
-    now = time.monotonic()
-    if line.failing is None and now - line.looked > LOOK_S:
-        line.looked, told = now, first_match(fatal, line.job.log)
-        if told:
+def _hangs(line: Progress) -> bool:
+    """Whether the process is still there ``GRACE_S`` after its log said that it failed, or ``QUIET_S`` after the last
+    that it did when its log says what may mean that."""
+    job, now = line.job, time.monotonic()
+    if job.fatal is not None and line.failing is None and now - line.looked > LOOK_S:
+        line.looked = now
+        if told := first_match(job.fatal, job.log):
             line.failing, line.detail = now, told
+        elif job.trouble is not None and _quiet(job) > QUIET_S and (told := first_match(job.trouble, job.log)):
+            line.detail = f"nothing happens for {QUIET_S:g} s after: {told}"
+            return True
     return line.failing is not None and now - line.failing > GRACE_S
+
+
+def _quiet(job: Job) -> float:
+    """Seconds since the job wrote a line into its log or its metrics."""
+    paths = [job.log, *([job.run / "metrics.jsonl"] if job.run else [])]
+    return time.time() - max((p.stat().st_mtime for p in paths if p.exists()), default=time.time())
 
 
 def _ended(line: Progress, code: int) -> None:
@@ -168,7 +177,12 @@ def was_done(job: Job) -> bool:
         code = int(job.exit_file.read_text())
     except (OSError, ValueError):
         return False
-    return code == 0 and (job.steps is None or (_last(job)[0] or 0) >= job.steps)
+    return code == 0 and (job.steps is None or (_last(job)[0] or 0) >= job.steps) and (not job.fresh or recorded(job))
+
+
+def recorded(job: Job) -> bool:
+    """Whether there is a record of the rollout of any step."""
+    return job.run is not None and any((job.run / "tape").glob("step_*/rollout.*"))
 
 
 def _is_of_the_tape(job: Job) -> bool:

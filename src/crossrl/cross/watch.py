@@ -14,7 +14,9 @@ from pathlib import Path
 MARK = "CROSSRL_CROSS_RUN"
 """In the environment of a run and of all that it starts."""
 GRACE_S = 20.0
-"""After an error in its log, for a run to end by itself."""
+"""After an error that ends it, for a run to end by itself."""
+QUIET_S = 600.0
+"""After an error that may have ended it: so long without a line in its log or a step, and it hangs."""
 
 
 def first_match(pattern: re.Pattern[bytes], log: Path) -> str:

@@ -44,7 +44,7 @@ def child_environment(reports: Path | None = None) -> dict[str, str]:
     references = REGISTRY.references()
     if not references:
         raise PatchError("no patches are installed, so there are none to carry: call install() first")
-    return environment_for(references, REGISTRY.patches(), reports)
+    return environment_for(references, REGISTRY.carried(), reports)
 
 
 def environment_for(

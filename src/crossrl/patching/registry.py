@@ -110,6 +110,10 @@ class Registry:
                 )
         return tuple(dict.fromkeys(e.reference for e in self._entries.values() if e.reference is not None))
 
+    def carried(self) -> dict[Patch, bool]:
+        """The patches of ``references``, in order, and whether each is switched on."""
+        return {e.patch: e.on for e in self._entries.values() if e.reference is not None}
+
     def patches(self) -> dict[Patch, bool]:
         """All patches, in order, and whether each is switched on."""
         return {entry.patch: entry.on for entry in self._entries.values()}
