@@ -17,21 +17,23 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from crossrl.batch import Batch, Ragged
+from crossrl.batch import Batch, Meaning, Ragged
 from crossrl.hosts.verl import settings as settings_module
 from crossrl.hosts.verl.checkpoints import Checkpoints
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.fingerprints import CONTRACT, FINGERPRINTS
 from crossrl.hosts.verl.padded import padded, rows
-from crossrl.hosts.verl.patches import PATCHES
+from crossrl.hosts.verl.patches import PATCHES, with_session, with_update
 from crossrl.hosts.verl.plugin import asked
 from crossrl.hosts.verl.prompts import samples
 from crossrl.hosts.verl.settings import take_settings
 from crossrl.hosts.verl.stages import computed_stages
+from crossrl.hosts.verl.v1 import V1
 from crossrl.hosts.verl.versions import SUPPORTED
 from crossrl.hosts.verl.weights import actor_digest, forget_saved
 from crossrl.patching.fingerprint import definitions, fingerprint
 from crossrl.stages.base import At
+from crossrl.tape.capture import capture
 
 # -- sample ids --
 
@@ -64,7 +66,9 @@ def test_the_same_prompt_twice_in_a_step_is_two_groups():
 
 def test_what_cannot_be_stored_in_a_prompt_does_not_stop_the_run():
     batch = samples([row("a", extra_info={"index": 0, "picture": object()})], n=1, epoch=0)
-    assert batch["extra_info"] == [{"index": 0}]
+    snapshot = capture(batch)
+    assert snapshot.columns["extra_info"].texts == (b'{"index":0}',)
+    assert [(e.field, e.path) for e in snapshot.left_out] == [("extra_info", "$.picture")]
 
 
 # -- padding --
@@ -92,7 +96,8 @@ def test_bfloat16_log_probs_are_kept_exactly():
 def trainer_with(version: str, monkeypatch: pytest.MonkeyPatch, **keys: object) -> types.SimpleNamespace:
     monkeypatch.setattr(settings_module, "installed", lambda: version)
     config = OmegaConf.create({
-        "trainer": {"default_local_dir": "/tmp/x", "critic_warmup": 0, "v1": {"trainer_mode": "sync", "sampler": {}}},
+        "trainer": {"default_local_dir": "/tmp/x", "critic_warmup": 0, "save_freq": -1,
+                    "v1": {"trainer_mode": "sync", "sampler": {}}},
         "algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": False}},
         "actor_rollout_ref": {"rollout": {"n": 2, "name": "vllm"}, "actor": {
             "checkpoint": {"save_contents": ["model", "optimizer", "extra"], "async_save": False}}},
@@ -136,6 +141,8 @@ def test_verl_s_own_skip_steps_aside_where_it_has_the_same_key(monkeypatch):
         ({"trainer.share_data": "ckpt", **SKIP}, "both say where responses come from"),
         ({"trainer.share_data": "ckpt", "trainer.critic_warmup": 3}, "trainer.critic_warmup=3: want 0"),
         ({"trainer.share_data": "ckpt", "algorithm.adv_estimator": "gae"}, "critics are not exchanged"),
+        ({"trainer.share_data": "ckpt", "trainer.share_data_keep": 1}, "share_data_keep=1 needs trainer.save_freq"),
+        ({"trainer.share_data": "ckpt", "trainer.share_data_keep": -1}, "share_data_keep=-1: want 0 or more"),
         (
             {"trainer.share_data": "ckpt", "actor_rollout_ref.actor.checkpoint.save_contents": ["model"]},
             "needs model, optimizer and extra",
@@ -280,6 +287,44 @@ def test_what_a_killed_side_left_is_removed_and_saved_anew(tmp_path):
     assert [p.name for p in (tmp_path / "ckpt_0.verl").iterdir()] == ["model.pt"]
 
 
+def test_files_are_removed_only_after_their_record(tmp_path):
+    checkpoints = Checkpoints(tmp_path, Group(tmp_path), lambda function, *args: [])
+    for index in range(4):
+        (tmp_path / f"ckpt_{index}.verl").mkdir()
+    for index in (1, 2):
+        (tmp_path / f"ckpt_{index}").mkdir()
+    checkpoints.remove(published=3)  # the last one is saved, and its record has not come yet
+    assert sorted(p.name for p in tmp_path.glob("*.verl")) == ["ckpt_1.verl", "ckpt_2.verl", "ckpt_3.verl"]
+    assert not list(tmp_path.glob(".*"))
+
+
+# -- the patches, where nothing is asked --
+
+
+@pytest.mark.parametrize("wrapper", [with_session, with_update])
+def test_unasked_wrappers_hand_on_the_very_objects(wrapper):
+    seen: list[tuple[object, ...]] = []
+
+    def original(self: object, *args: object, **kwargs: object) -> object:
+        seen.append((self, *args, kwargs["c"]))
+        return answer
+
+    trainer, a, c, answer = types.SimpleNamespace(crossrl_settings=None), object(), object(), object()
+    attributes = dict(vars(trainer))
+    assert wrapper(original)(trainer, a, c=c) is answer
+    assert all(x is y for x, y in zip(seen[0], (trainer, a, c), strict=True))
+    assert vars(trainer) == attributes
+
+
+def test_unasked_wrappers_do_not_hide_verl_s_own_error():
+    def original(self: object) -> None:
+        raise KeyError("verl's")
+
+    for wrapper in (with_session, with_update):
+        with pytest.raises(KeyError, match="verl's"):
+            wrapper(original)(types.SimpleNamespace())
+
+
 # -- the plug-in -
 
 VERL = """
@@ -379,10 +424,10 @@ def test_outside_of_verl_an_import_installs_nothing():
 
 # -- the sources that it was written for --
 
-WHEELS = os.environ.get("VERL_WHEELS", "")
+WHEELS = os.environ.get("CROSSRL_TEST_WHEELS", "")
 
 
-@pytest.mark.skipif(not WHEELS, reason="VERL_WHEELS is not set: a folder with wheels of verl 0.9.1, 0.8.0 and 0.7.1")
+@pytest.mark.skipif(not WHEELS, reason="CROSSRL_TEST_WHEELS is not set: the folder of `make wheels`")
 @pytest.mark.parametrize("version", list(SUPPORTED))
 def test_fingerprints_are_those_of_the_packaged_sources(version):
     (wheel,) = Path(WHEELS).glob(f"verl-{version}-*.whl")
@@ -401,3 +446,21 @@ def test_every_version_has_a_fingerprint_of_all_that_it_needs():
         names = {p.name for p in PATCHES if version in p.fingerprints}
         assert {"verl.v0.init-workers", "verl.v0.fit", "verl.v0.update-actor"} <= names
         assert {"verl.v1.init", "verl.v1.fit", "verl.v1.update-actor"} <= names or not facts.v1
+
+
+def test_records_of_the_default_trainer_do_not_hold_the_seconds_of_its_agent_loop():
+    """Else no two runs would have equal records: found by comparing a resumed run with one by itself."""
+    session = types.SimpleNamespace(
+        reading=lambda: (str, frozenset({1}), 4, Meaning(1.0, "none", "x", 0)),
+        versions_of=lambda found: [0] * len(found),
+    )
+    adapter = V1(types.SimpleNamespace(), session)  # type: ignore[arg-type]
+    ids = torch.tensor([[3, 1]])
+
+    def record(seconds: float) -> Batch:
+        extra = {"metrics": [{"generate_sequences": seconds, "num_preempted": 2}], "num_turns": [2]}
+        data = {"prompts": ids, "responses": ids, "response_mask": torch.ones_like(ids), **extra}
+        return adapter._batch(Batch(("a",)), data, [{}])
+
+    assert record(0.5)["verl"] == record(7.25)["verl"]
+    assert record(0.5)["verl"][0] == {"metrics": {"generate_sequences": 0.0, "num_preempted": 2}, "num_turns": 2}

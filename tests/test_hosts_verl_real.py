@@ -1,6 +1,7 @@
-"""The verl host on real verl. CROSSRL_VERL_PYTHON names an interpreter that has verl and crossrl; else this is skipped.
+"""The verl host on real verl. CROSSRL_TEST_VERL names an interpreter that has verl (`make verl`); else this is skipped.
 
-The first test takes some seconds; the others train (examples/verl/run.py), a minute or two for each run of verl.
+The first tests take some seconds; the others train (examples/verl/run.py), a minute or two for each run of verl. CI does
+the shortest of these, CROSSRL_LONG=1 all.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-PYTHON = os.environ.get("CROSSRL_VERL_PYTHON", "")
+PYTHON = os.environ.get("CROSSRL_TEST_VERL", "")
 ROOT = Path(__file__).parents[1]
 pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="CROSSRL_VERL_PYTHON is not set: an interpreter with verl 0.9.1"),
+    pytest.mark.skipif(not PYTHON, reason="CROSSRL_TEST_VERL is not set: an interpreter with verl 0.9.1"),
     pytest.mark.slow,
     pytest.mark.timeout(3600),
 ]
@@ -62,6 +63,14 @@ def test_samples_are_found_again_after_verl_has_reordered_its_batch(cases):
     assert cases["score"] == [0.75, 0.0, 0.5, 0.25]
 
 
+def test_real_verl_records_and_its_second_run_generates_nothing_and_ends_with_the_same_weights(tmp_path):
+    work = ("--work", tmp_path, "--steps", "2", "--trainer", "v0")
+    done = run(ROOT / "examples/verl/run.py", "brief", *work, limit=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("ok   v0 skip: ") == 4
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["skip", "exchange"])
 @pytest.mark.parametrize("trainer", ["v0", "v1"])
 def test_real_verl_ends_with_the_weights_of_a_run_by_itself(tmp_path, trainer, part):
@@ -71,6 +80,17 @@ def test_real_verl_ends_with_the_weights_of_a_run_by_itself(tmp_path, trainer, p
     assert "FAIL" not in done.stdout
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["killed", "resumed"])
+@pytest.mark.parametrize("trainer", ["v0", "v1"])
+def test_real_verl_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, trainer, part):
+    done = run(ROOT / "examples/verl/run.py", part, "--work", tmp_path, "--trainer", trainer, limit=3400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"{trainer} {part}: ckpt ends as the run alone" in done.stdout
+    assert f"{trainer} {part}: rollout ends as the run alone" in done.stdout
+
+
+@pytest.mark.long
 def test_planted_faults_of_real_verl_are_attributed_to_their_half(tmp_path):
     done = run(ROOT / "examples/verl/run.py", "faults", "--work", tmp_path, "--trainer", "v0", limit=3400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

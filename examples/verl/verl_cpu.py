@@ -1,8 +1,9 @@
 """verl 0.9.1 on a CPU, without a change of its files: a platform, and the patches of ``verl_cpu_patches``.
 
 For small experiments and for CI; loaded with ``VERL_USE_EXTERNAL_MODULES=verl_cpu`` and ``VERL_PLATFORM=cpu``. The
-rollout named ``cpu_hf`` is in ``verl_cpu_rollout.py``. Everything is in the processes that import verl; the patches
-are refused where verl is another than the one that they were written for.
+rollout named ``cpu_hf`` is in ``verl_cpu_rollout.py``; what verl's rollout with vLLM needs is in ``verl_cpu_vllm.py``.
+Everything is in the processes that import verl; the patches are refused where verl, or vLLM, is another than the one
+that they were written for.
 """
 
 from __future__ import annotations
@@ -109,4 +110,4 @@ class CpuPlatform(PlatformBase):
         return None
 
 
-patching.install("verl_cpu_patches:PATCHES")
+patching.install("verl_cpu_patches:PATCHES", "verl_cpu_vllm:PATCHES")

@@ -40,6 +40,16 @@ def stale_weights(original: Original) -> Original:
     return load
 
 
+def stale_vllm(original: Original) -> Original:
+    """The same in vLLM's worker: it loads what it was sent the time before."""
+
+    def _update_weights(self: Any, weights: Any, **kwargs: Any) -> Any:
+        held, self.sent_before = getattr(self, "sent_before", weights), weights
+        return original(self, held, **kwargs)
+
+    return _update_weights
+
+
 def learning_rate(original: Original) -> Original:
     """The optimizer steps with another learning rate than verl's schedule says and reports."""
 
@@ -89,6 +99,13 @@ PATCHES = (
         "verl_cpu_rollout:Server.load",
         "af8eb12fc014bd61e21c2abd2da41a15:52aa14b1d217b729efb7a64ba4a",
         stale_weights,
+    ),
+    _planted(
+        "stale-weights-vllm",
+        "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._update_weights",
+        "6a38bb617ebda44baa75ad8737140827:840913f99700df411bdc8836b065bb15ab942ac945dfccf8b77e6ae0e23cc8edd2a7a",
+        stale_vllm,
+        "verl",
     ),
     _planted(
         "learning-rate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import secrets
@@ -19,6 +20,7 @@ from crossrl.cross.watch import kill_marked
 HERE = Path(__file__).resolve().parent
 MARK = "CROSSRL_EXAMPLE_RUN"
 FATAL = re.compile(r"Error executing job with overrides|RayTaskError|ray\.exceptions\.|The actor died")
+RAY_UP, RAY_S = "Started a local Ray instance", 120.0
 GRACE_S = 15.0  # after an error in the log, for the run to end by itself
 
 
@@ -84,19 +86,54 @@ def start(
             command(data, folder, steps, overrides), cwd=folder, env=full, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    return Run(name, folder, process, mark, ray_folder)
+    run, end = Run(name, folder, process, mark, ray_folder), time.monotonic() + RAY_S
+    while RAY_UP not in run.log and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.2)  # two that start at once on a busy machine do not get Ray up within the 30 s that it allows
+    return run
 
 
 def surroundings(folder: Path) -> dict[str, str]:
     """The environment of a run in ``folder``."""
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE), *vllm_metadata(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu,crossrl.hosts.verl", "VERL_CPU_REQUESTS": str(folder / "requests.txt"),
         "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
         # Ray gives its own helpers 15 s to start, which a busy machine does not manage.
         "RAY_agent_register_timeout_ms": "120000", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
+
+
+def rollout_arguments(name: str) -> list[str]:
+    """For verl's rollout with vLLM (``vllm``) instead of the small one of ``verl_cpu_rollout.py`` (``hf``).
+
+    One request at a time: what is computed beside a request may change its last bits. A seed for each request wants
+    prompts in one piece.
+    """
+    if name == "hf":
+        return []
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        f"{rollout}.name=vllm", f"+{rollout}.enable_sleep_mode=False", f"{rollout}.enforce_eager=True",
+        f"{rollout}.max_model_len=128", f"{rollout}.max_num_seqs=1", f"{rollout}.enable_chunked_prefill=False",
+        f"{rollout}.enable_prefix_caching=False",
+    ]  # fmt: skip
+
+
+def vllm_metadata(folder: Path) -> list[str]:
+    """A folder in which the installed ``vllm-cpu`` also has the name ``vllm``, by which verl asks for it.
+
+    With "+cpu" in the version, by which vLLM chooses its platform; without it dies on processors without AVX-512.
+    """
+    try:
+        version = importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    info = folder / f"metadata/vllm-{version}+cpu.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return [str(info.parent)]
 
 
 def command(data: Path, folder: Path, steps: int, overrides: Sequence[str]) -> list[str]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +20,7 @@ from crossrl.config.load import LoadedConfig
 from crossrl.config.resolved import to_yaml
 from crossrl.data.loader import validation_batches
 from crossrl.engines.rollout.replicas import Replicas
-from crossrl.files import publish_folder, publish_text
+from crossrl.files import LOCK_S, FolderInUse, lock_folder, publish_folder, publish_text
 from crossrl.loop import NoSignal, Sampler, StepLog, train_step
 from crossrl.metrics import batch_metrics, outcomes, speed_metrics
 from crossrl.report import Reporter, Sample
@@ -34,7 +31,6 @@ from crossrl.tape.session import log_to
 from crossrl.taping import RunTape
 from crossrl.validation import validate
 
-LOCK_S = 5.0  # for how long a folder's lock is asked for
 NO_SIGNAL_STEPS = 5  # so many steps in a row without any advantage are worth a warning
 
 
@@ -334,23 +330,12 @@ class Trainer:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Two runs in one folder would overwrite each other; the lock goes with the process, even a killed one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("a") as file:  # what the holder wrote stays if this one is refused
-            end = time.monotonic() + LOCK_S
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        raise TrainingError(
-                            f"another run is writing to {self.folder}; wait for it, or set trainer.default_local_dir"
-                        ) from None
-                    time.sleep(0.02)  # somebody looks whether it is held (crossrl verdict), for a moment
-            file.truncate(0)
-            file.write(f"{socket.gethostname()} {os.getpid()}\n")
-            file.flush()
+        """See ``files.lock_folder``."""
+        try:
+            file = lock_folder(self.folder, LOCK_S)
+        except FolderInUse as error:
+            raise TrainingError(str(error)) from None
+        with file:
             yield
 
 

@@ -82,7 +82,9 @@ def outputs(record: Record, writes: Sequence[str]) -> list[Mismatch]:
     ]
     partial = [m for m in record.header.left_out if m.field in writes and m.field in record.header.fields]
     return lack + [
-        Mismatch(f"left_out.{m.field}", f"without {m.what} at {m.path} of sample {m.sample_id!r}", "needed in full")
+        Mismatch(
+            f"left_out.{m.field}", f"without {m.what} at {m.path} of sample {m.sample_id!r}", "needed in full", False
+        )
         for m in partial
     ]
 

@@ -111,6 +111,10 @@ class Tape:
             need_bytes = min(need_bytes, self.options.max_bytes)
         check_space(root, need_bytes)
 
+    def declare(self, versions: Mapping[str, str]) -> None:
+        """With what the stages compute, where that is not this process: written into every record from here on."""
+        self._versions = {**self._versions, **versions}
+
     def wrap(
         self,
         stage: Stage,

@@ -29,9 +29,19 @@ class Checkpoints:
         self.root, self.group, self.ask = root, group, ask
 
     def clean(self) -> None:
-        """Remove what this side left when it was killed while it saved."""
+        """Remove what this side left when it was killed while it saved or removed."""
         for path in self.root.glob(f".ckpt_*{SUFFIX}.*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self, published: int) -> None:
+        """Remove the files of entries whose records were removed, as both sides are done with them. ``published``: how
+        many entries have had their record."""
+        for path in self.root.glob(f"ckpt_*{SUFFIX}"):
+            number = path.name.removeprefix("ckpt_").removesuffix(SUFFIX)
+            if number.isdecimal() and int(number) < published and not (self.root / f"ckpt_{number}").exists():
+                hidden = path.with_name(f".{path.name}.old.tmp")  # whole or not at all, and what is left is cleaned
+                path.rename(hidden)
+                shutil.rmtree(hidden, ignore_errors=True)
 
     def save(self, index: int, step: int) -> dict[str, Any]:
         """Publish the checkpoint of entry ``index``; returns what its record says about it."""

@@ -4,11 +4,10 @@ that goes on."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import itertools
 import json
-import os
-import socket
+import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +15,10 @@ from typing import IO, Any
 import numpy as np
 
 from crossrl.batch import Batch
+from crossrl.files import LOCK_S, FolderInUse, lock_folder, publish_text
+from crossrl.hosts.verl.errors import HostError
+
+log = logging.getLogger("crossrl.tape")
 
 
 def row_of(step: int, whole: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -41,24 +44,74 @@ class Rows:
         self.path = folder / "metrics.jsonl"
         self._lock: IO[str] | None = None
 
-    def start(self, done: int, config: Any, total_steps: int) -> None:
+    def lock(self) -> None:
+        """Before anything in the folder is touched. Raises ``HostError`` where another run is writing there."""
+        if self._lock is not None:
+            return
+        try:
+            self._lock = lock_folder(self.path.parent, LOCK_S)
+        except FolderInUse as error:
+            raise HostError(str(error)) from None
+        except OSError as error:
+            log.warning(
+                "tape: %s cannot be locked (%s): a second run there will not be noticed", self.path.parent, error
+            )
+
+    def start(self, done: int, config: Any, total_steps: int, replaced: Path | None = None) -> None:
         """``done``: training steps that this run has behind it. ``config``: verl's, resolved; ``total_steps``: of the
-        whole run, which verl works out from the data where the configuration does not say."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line).get("step", 0) <= done]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        (self.path.parent / "config.yaml").write_text(_config_text(config, total_steps), encoding="utf-8")
-        self._lock = (self.path.parent / ".lock").open("a+")
-        with contextlib.suppress(OSError):  # a file system without locks: it cannot be told then, and that is all
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock.truncate(0)
-            self._lock.write(f"{socket.gethostname()} {os.getpid()}\n")
-            self._lock.flush()
+        whole run, which verl works out from the data where the configuration does not say. ``replaced``: the folder to
+        which the tape has moved records of steps that run again; where lines of such steps are taken out, the files as
+        they were are kept there (None: in a ``superseded-<n>`` beside them)."""
+        self.lock()
+        kept, again = self._lines(done)
+        if again:
+            self._keep_old(replaced)
+        publish_text(self.path, "".join(f"{line}\n" for line in kept))
+        publish_text(self.path.parent / "config.yaml", _config_text(config, total_steps))
+
+    def _lines(self, done: int) -> tuple[list[str], int]:
+        """The lines of steps up to ``done``, and how many there are of later ones. What a killed run left of a line is
+        of no use to anybody."""
+        kept, again, torn = [], 0, 0
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else ():
+            step = _step_of(line)
+            if step is None:
+                torn += 1
+            elif step <= done:
+                kept.append(line)
+            else:
+                again += 1
+        if torn:
+            log.warning("tape: %s: %d line(s) that are not whole are left out", self.path, torn)
+        return kept, again
+
+    def _keep_old(self, replaced: Path | None) -> None:
+        folder = self.path.parent
+        names = (folder / f"superseded-{n}" for n in itertools.count())
+        target = replaced or next(name for name in names if not name.exists())
+        target.mkdir(exist_ok=True)
+        for path in (self.path, folder / "config.yaml"):
+            if path.exists():
+                shutil.copyfile(path, target / path.name)
+        log.info("tape: %s: lines of steps that run again are kept in %s", self.path, target)
+
+    def close(self) -> None:
+        """The run ends; another one may have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def add(self, row: Mapping[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _step_of(line: str) -> int | None:
+    """None for what is not a whole line of ours."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _config_text(config: Any, total_steps: int) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from crossrl.files import file_digest
+from crossrl.hosts.verl.errors import HostError
+from crossrl.hosts.verl.sampling import sampling
 from crossrl.hosts.verl.settings import Settings
 from crossrl.tape.header import RECORD_VERSION
 from crossrl.tape.texts import template_digest, tokenizer_digest
@@ -15,10 +17,13 @@ from crossrl.tape.texts import template_digest, tokenizer_digest
 # How a model is loaded, not what model it is.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "attn_implementation",
                   "_attn_implementation", "use_cache")  # fmt: skip
-_SAMPLING = ("n", "temperature", "top_k", "top_p", "prompt_length", "response_length", "calculate_log_probs", "seed")
 # Differences that an entry of the other side may have: how it samples and computes; how it trains.
+_OF_ENGINE = (
+    "engine", "dtype", "top_*", "seed", "engine_kwargs*", "quantization*", "qat*", "mtp*", "logprobs_mode",
+    "max_model_len", "agent.custom_async_server*",
+)  # fmt: skip
 IGNORE: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("order", "rollout.engine", "rollout.dtype", "rollout.top_*", "rollout.seed"),
+    "rollout": ("order", *(f"rollout.{key}" for key in _OF_ENGINE)),
     "update": ("order", "actor.*", "model.*"),
 }
 # The same, of an entry that this run published itself before it was started again.
@@ -38,7 +43,7 @@ class Facts:
             ))},
             "tokenizer": {"digest": tokenizer_digest(self.tokenizer)},
             "chat_template": {"digest": self._template()},
-            "model": {"config": model_config(self.config)},
+            "model": {"config": model_config(self.config, self.tokenizer)},
         }  # fmt: skip
 
     def of(self, stage: str, weights: str) -> dict[str, Any]:
@@ -46,9 +51,7 @@ class Facts:
         config, arr = self.config, self.config.actor_rollout_ref
         model = {"model": self._fixed["model"]}
         if stage == "rollout":
-            sampling = self._take(arr.rollout, _SAMPLING)
-            own = {"engine": arr.rollout.name, "dtype": arr.rollout.dtype, "agent": self._agent()}
-            return {**self._fixed, "rollout": {**own, **sampling}, "weights": weights}
+            return {**self._fixed, "rollout": sampling(arr.rollout), "weights": weights}
         if stage == "reward":
             return {"reward": _plain(config.reward) if "reward" in config else {}, "code": self._reward_code()}
         if stage == "old_log_prob":
@@ -104,15 +107,32 @@ class Facts:
         return None
 
 
-def model_config(config: Any) -> dict[str, Any]:
-    """The model's architecture, from its folder, with what ``override_config`` changes in it."""
+def model_config(config: Any, tokenizer: Any = None) -> dict[str, Any]:
+    """The model's architecture, from its folder, with what ``override_config`` changes in it.
+
+    ``tokenizer``: verl's, which knows the local copy of a model that is somewhere else. Raises ``HostError``.
+    """
     from transformers import AutoConfig
 
     model = config.actor_rollout_ref.model
-    found = AutoConfig.from_pretrained(model.path, trust_remote_code=bool(model.get("trust_remote_code", False)))
+    path = model.get("hf_config_path") or model.path
+    if "://" in str(path):
+        path = _local_copy(str(path), tokenizer)
+    found = AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False)))
     override = _plain(model.get("override_config")) or {}
     whole = {**found.to_dict(), **override}
     return {key: value for key, value in whole.items() if key not in _NOT_THE_MODEL}
+
+
+def _local_copy(path: str, tokenizer: Any) -> str:
+    """Where verl has put the model of ``path``; with it came its tokenizer."""
+    found = Path(str(getattr(tokenizer, "name_or_path", "")))
+    if not (found / "config.json").is_file():
+        raise HostError(
+            f"actor_rollout_ref.model.path={path}: verl's copy of its config.json is not found here "
+            f"(the tokenizer is from {str(found)!r}). Copy the model to a local folder and give that"
+        )
+    return str(found)
 
 
 def _plain(value: Any) -> Any:

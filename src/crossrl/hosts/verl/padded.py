@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from crossrl.batch import Batch, Meaning, Ragged
+from crossrl.tape.values import Unstorable, plain
 
 PER_TOKEN = {"rollout_log_probs": np.float32, "response_mask": np.uint8}
+REWARD_EXTRA = "reward_extra_info"
 
 
 def rows(values: torch.Tensor, lengths: torch.Tensor, dtype: Any, right_aligned: bool = False) -> Ragged:
@@ -40,6 +42,35 @@ def padded(column: Ragged, width: int, fill: float, dtype: torch.dtype, right_al
         part = slice(width - len(row), width) if right_aligned else slice(0, len(row))
         out[i, part] = torch.from_numpy(row.copy()).to(dtype)
     return out
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """In every bit and in the dtype, which ``torch.equal`` does not compare but stumbles over."""
+    return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+
+
+def not_given_back(extras: Sequence[Mapping[str, Any]], only_logged: Sequence[str] = ()) -> list[str]:
+    """Names of ``extras`` that a record does not give back as they were: they hold a tensor or an array (which comes
+    back as a list, or not at all), or something that has no place in a record (an image).
+
+    ``only_logged``: names that nobody trains on, besides ``reward_extra_info``.
+    """
+    skip = {*only_logged, REWARD_EXTRA}
+    return sorted({name for each in extras for name, value in each.items() if name not in skip and not _kept(value)})
+
+
+def _kept(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and (k == REWARD_EXTRA or _kept(v)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_kept, value))
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return False
+    try:
+        plain(value)
+    except Unstorable:
+        return False
+    return True
 
 
 def described(

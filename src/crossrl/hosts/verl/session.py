@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from crossrl.hosts.verl.checkpoints import FACTS, Checkpoints
 from crossrl.hosts.verl.curves import Rows, row_of
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.facts import IGNORE, OWN, Facts
+from crossrl.hosts.verl.installation import installation, of_all
 from crossrl.hosts.verl.meanings import computed, sampled
 from crossrl.hosts.verl.settings import Settings
 from crossrl.hosts.verl.stages import Generate, Update, computed_stages
+from crossrl.hosts.verl.unseen import Unseen
 from crossrl.hosts.verl.versions import installed
 from crossrl.hosts.verl.weights import actor_digest
 from crossrl.stages.base import At, Stage
@@ -40,6 +42,7 @@ class Session:
         self.trainer, self.settings, self.config = trainer, settings, trainer.config
         self.facts, self.version = Facts(trainer, settings), 0
         self._digest: tuple[int, str] | None = None
+        self._unseen = Unseen()
         self._begun = self._attached = False
         self.own, self.rows = RunLayout(settings.tape_dir), Rows(settings.home)
         source = settings.tape.replay_from
@@ -63,7 +66,8 @@ class Session:
     # -- what the patches call ----------------------------------------------------------------------------------------
 
     def attach(self, *args: Any) -> tuple[Any, ...]:
-        self._attached = True
+        self._attached, self._save = True, self.trainer._save_checkpoint
+        self.trainer._save_checkpoint = self._saving
         return self.adapter.attach(*args)
 
     def update(self, original: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,12 +81,12 @@ class Session:
                 self.tape.wrap(stage, "record")(whole.only(stage.reads), at)
 
         def run(at: At) -> tuple[Any, dict[str, Any]]:
-            before = self.weights()
+            before = self.weights() if self._compared(at) else ""
             native = original()
             self.version = at.step
-            engine = {"steps_done": at.step, "weight_version": at.step}
-            state = {"before": {"weights": before}, "after": {"weights": self.weights()}, "engine": engine}
-            info = {"state": state, "metrics": self.adapter.metrics(native, kwargs), "verl": {"version": installed()}}
+            info: dict[str, Any] = {"metrics": self.adapter.metrics(native, kwargs), "verl": {"version": installed()}}
+            if self._compared(at):
+                info["state"] = self._state(at, before, info["metrics"])
             if self.exchange and WRITER["update"] == self.exchange.role:
                 index = self.tape.calls(self.exchange.label, "update") - 1  # counted already
                 info[FACTS] = self.checkpoints.save(index, at.step)
@@ -165,6 +169,17 @@ class Session:
         workers = self.trainer.actor_rollout_wg.workers
         return list(ray.get([w.__ray_call__.remote(function, *args) for w in workers], timeout=WORKERS_LIMIT_S))
 
+    def _compared(self, at: At) -> bool:
+        """Whether somebody will see the weights of this update: hashing them is most of what a record costs."""
+        steps = self.tape.options.steps
+        recorded = self.recording and self.settings.covers("update") and (steps is None or at.step in steps)
+        return recorded or self.exchange is not None
+
+    def _state(self, at: At, before: str, metrics: Mapping[str, float]) -> dict[str, Any]:
+        after, engine = self.weights(), {"steps_done": at.step, "weight_version": at.step}
+        self._unseen.look(at.step, before, after, metrics)
+        return {"before": {"weights": before}, "after": {"weights": after}, "engine": engine}
+
     def weights(self) -> str:
         """Digest of the actor's weights; asked for once for each version."""
         if self._digest is None or self._digest[0] != self.version:
@@ -178,20 +193,38 @@ class Session:
         """The run ends: bring all records to the disk, tell the other side of an exchange."""
         if self._attached:
             self.adapter.detach()
-        session.close(self.tape, self.exchange, error, f"ended at step {self.version}")
+            self.trainer._save_checkpoint = self._save
+        try:
+            session.close(self.tape, self.exchange, error, f"ended at step {self.version}")
+        finally:
+            self.rows.close()
+        if error is None and self.recording and not self.own.steps():
+            tape = self.settings.tape
+            raise HostError(
+                f"nothing was recorded: the run ended at step {self.version}, and none of its steps was among "
+                f"tape.steps={tape.steps or 'all'} with a stage of tape.stages={list(tape.stages)}. Stages that need "
+                f"more than a trained step: ref_log_prob (a reference), old_log_prob (not in bypass mode)"
+            )
 
     def preflight(self) -> None:
         """Refuse before anything is generated where the first record has other settings than this run."""
-        self.tape.preflight(self._rollout if not self.recording else getattr(self._rollout, "inner", self._rollout))
+        if self.exchange is None:  # whose entries are looked at once it is known who the two sides are
+            self.tape.preflight(self._rollout if not self.recording else getattr(self._rollout, "inner", self._rollout))
         self._digest = None  # of a moment before verl loaded its checkpoint
 
     def _begin(self, done: int) -> None:
         """Before the first generation. ``done``: training steps that this run has behind it."""
         self._begun, self.version, counts = True, done, {}
+        if self.exchange and done >= self.facts.total_steps:
+            raise HostError(
+                f"all {self.facts.total_steps} steps of this run were done before it was started again: it has nothing "
+                f"to exchange. If the other side has not ended, start that one alone: it finds here what it needs"
+            )
         if self.recording:
+            self.rows.lock()  # before anything of another run is moved
             self.tape.start()
-            self.tape.set_aside(done or -1)
-            self.rows.start(done, self.config, self.facts.total_steps)
+            self.rows.start(done, self.config, self.facts.total_steps, self.tape.set_aside(done or -1))
+        self.tape.declare(of_all(self.ask(installation, str(self.config.trainer.device))))
         if self.settings.skip_dir:
             counts["rollout skip/cache/rollout/train"] = done
         if self.exchange:
@@ -204,6 +237,24 @@ class Session:
             if WRITER["update"] == self.exchange.role:
                 self.checkpoints.clean()
         self.tape.load_state(counts)
+        self._saved()
+
+    def _saving(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's ``_save_checkpoint``. A run that resumes there must find the records of all steps before it, and so
+        must the other side of an exchange, for which nobody would make them again."""
+        self.tape.flush()
+        out = self._save(*args, **kwargs)
+        self._saved()
+        return out
+
+    def _saved(self) -> None:
+        """There is a checkpoint: entries before it will not be needed again by this side."""
+        if self.exchange is None:
+            return
+        calls = {stage: self.tape.calls(self.exchange.label, stage) for stage in WRITER}
+        self.exchange.done_with(calls)
+        if WRITER["update"] == self.exchange.role:
+            self.checkpoints.remove(calls["update"])
 
     def _bring(self, record: Record, at: At) -> None:
         """The state after an update that another run made (or this one, before it was started again)."""
@@ -230,7 +281,7 @@ class Session:
         assert settings.share is not None
         return Exchange(
             settings.share_dir, settings.share, settings.home.absolute(), self.facts.agreement(), self.weights,
-            settings.timeout_s, settings.heartbeat_s,
+            settings.timeout_s, settings.heartbeat_s, settings.keep,
         )  # fmt: skip
 
     def _wrapped_rollout(self) -> Stage:
@@ -273,4 +324,5 @@ class Session:
         )  # fmt: skip
 
     def _fingerprint(self, stage: str, split: Split) -> dict[str, Any]:
-        return self.facts.of(stage, self.weights() if stage in ("rollout", "old_log_prob") else "")
+        seen = self.recording or self.exchange is not None  # rollout skip alone does not compare them
+        return self.facts.of(stage, self.weights() if seen and stage in ("rollout", "old_log_prob") else "")

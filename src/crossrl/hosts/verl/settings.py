@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crossrl.config.tape import TapeConfig
+from crossrl.hosts.verl.conflicts import conflicts
 from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.versions import SUPPORTED, installed
 
 SHARE = {
     "share_data": None, "share_data_dir": "/tmp/verl/share_data_dir", "share_data_timeout": 3600.0,
-    "share_data_heartbeat": 60.0,
+    "share_data_heartbeat": 60.0, "share_data_keep": None,
 }  # fmt: skip
 TRAINERS = ("verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base")
 SKIP_DIR = "/tmp/rollout_dump"
@@ -26,7 +27,8 @@ class Settings:
     """What is asked of the host. ``skip_dir``: None without rollout skip. ``share``: None without an exchange.
 
     ``home``: verl's ``trainer.default_local_dir``, where the tape lies if ``tape.dir`` does not say, and which tells
-    in an exchange that a restarted run is the same. ``v1``: which of verl's trainers.
+    in an exchange that a restarted run is the same. ``keep``: how many entries of an exchange stay that both sides are
+    done with (None: all). ``v1``: which of verl's trainers.
     """
 
     tape: TapeConfig
@@ -35,6 +37,7 @@ class Settings:
     share_dir: Path
     timeout_s: float
     heartbeat_s: float
+    keep: int | None
     home: Path
     v1: bool
 
@@ -94,6 +97,7 @@ def read_settings(config: Any, v1: bool) -> Settings | None:
         Path(share["share_data_dir"]),
         float(share["share_data_timeout"]),
         float(share["share_data_heartbeat"]),
+        None if share["share_data_keep"] is None else int(share["share_data_keep"]),
         Path(trainer.default_local_dir),
         v1,
     )
@@ -145,6 +149,7 @@ def _check(settings: Settings, config: Any) -> None:
         )
     if str(algorithm.adv_estimator).rpartition(".")[2].lower() == "remax":
         problems.append("algorithm.adv_estimator=remax: its greedy answers are not recorded")
+    problems += conflicts(settings, config)
     if role:
         problems += _exchange_problems(config)
     if int(rollout.get("n", 1)) < 1:
@@ -164,6 +169,14 @@ def _exchange_problems(config: Any) -> list[str]:
         problems.append(f"actor.checkpoint.save_contents={sorted(saved)}: an exchange needs model, optimizer and extra")
     if actor.checkpoint.get("async_save"):
         problems.append("actor.checkpoint.async_save=True: an exchanged checkpoint must be complete when it is saved")
+    keep = config.trainer.get("share_data_keep")
+    if keep is not None and int(keep) < 0:
+        problems.append(f"trainer.share_data_keep={keep}: want 0 or more entries, or null to keep all")
+    if keep is not None and config.trainer.save_freq <= 0:
+        problems.append(
+            f"trainer.share_data_keep={keep} needs trainer.save_freq: an entry is removed once both runs have a "
+            "checkpoint after it"
+        )
     if config.trainer.get("val_only"):
         problems.append("trainer.share_data with trainer.val_only=True: there is nothing to share")
     return problems

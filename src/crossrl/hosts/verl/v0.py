@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from crossrl.batch import Batch, Ragged
+from crossrl.batch import Batch, BatchError, Ragged
 from crossrl.hosts.verl.adapter import Adapter
-from crossrl.hosts.verl.padded import PER_TOKEN, described, padded, rows
+from crossrl.hosts.verl.padded import PER_TOKEN, described, equal, not_given_back, padded, rows
 from crossrl.hosts.verl.prompts import samples
 from crossrl.hosts.verl.rewards import scored
 
 if TYPE_CHECKING:
     from crossrl.hosts.verl.session import Session
-
-TENSORS = ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids")
 
 
 class V0(Adapter):
@@ -56,8 +54,9 @@ class V0(Adapter):
         odd = [
             key
             for key in sorted({*output.batch.keys(), *rebuilt.keys()})
-            if key not in output.batch or key not in rebuilt or not torch.equal(output.batch[key], rebuilt[key])
+            if key not in output.batch or key not in rebuilt or not equal(output.batch[key], rebuilt[key])
         ]
+        odd += not_given_back(batch["verl"], output.meta_info.get("reward_extra_keys") or ())
         self.session.refuse_unlike(odd)
         return output, Batch(batch.sample_id, batch.columns, batch.meanings, {**batch.info, "unlike": odd})
 
@@ -137,7 +136,7 @@ class V0(Adapter):
         data = args[0] if args else kwargs["batch"]
         tensors, extra = data.batch, data.non_tensor_batch
         left = {key: list(ids) for key, ids in self.ids.items()}
-        ids = [left[uid, _key(row)].pop(0) for uid, row in zip(extra["uid"], tensors["responses"], strict=True)]
+        ids = [_next(left, (uid, _key(row))) for uid, row in zip(extra["uid"], tensors["responses"], strict=True)]
         length = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(1)
 
         def column(name: str, kind: Any = np.float32) -> Ragged | None:
@@ -183,6 +182,12 @@ def _queues(uids: Any, responses: torch.Tensor, ids: tuple[str, ...]) -> dict[tu
     for uid, row, sample in zip(uids, responses, ids, strict=True):
         found[uid, _key(row)].append(sample)
     return dict(found)
+
+
+def _next(left: dict[tuple[str, bytes], list[str]], key: tuple[str, bytes]) -> str:
+    if not left.get(key):
+        raise BatchError("the update has samples that this step's rollout did not have")
+    return left[key].pop(0)
 
 
 def _key(row: torch.Tensor) -> bytes:

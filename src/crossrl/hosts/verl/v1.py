@@ -7,6 +7,7 @@ so that two runs which computed the same train on the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from crossrl.batch import Batch, BatchError, Ragged
 from crossrl.hosts.verl.adapter import Adapter
 from crossrl.hosts.verl.errors import HostError
-from crossrl.hosts.verl.padded import PER_TOKEN, described, nested_rows
+from crossrl.hosts.verl.padded import PER_TOKEN, described, equal, nested_rows, not_given_back
 from crossrl.hosts.verl.prompts import samples
 from crossrl.hosts.verl.rewards import scored
 
@@ -84,7 +85,7 @@ class V1(Adapter):
         data = tq.kv_batch_get(keys=keys, partition_id=PARTITION)
         batch = self._batch(given, data, [_row(prompts, i) for i in range(size)])
         fields = self._fields(batch, [_row(prompts, i) for i in range(size)], len(keys) // size)
-        odd = [name for name in TENSORS if not _equal(data, fields, name)]
+        odd = [name for name in TENSORS if not _equal(data, fields, name)] + not_given_back(batch["verl"])
         self.session.refuse_unlike(odd)
         info = {**batch.info, "unlike": odd}
         return (found, metrics), Batch(batch.sample_id, batch.columns, batch.meanings, info)
@@ -96,7 +97,7 @@ class V1(Adapter):
             **{name: nested_rows(data[name], kind) for name, kind in PER_TOKEN.items() if name in data},
         }
         own = [k for k in data.keys() if k not in TENSORS and k not in prompts[0]]  # noqa: SIM118  (a TensorDict)
-        extras = [{name: _at(data[name], i) for name in own} for i in range(len(given))]
+        extras = [{name: _untimed(name, _at(data[name], i)) for name in own} for i in range(len(given))]
         if "rm_scores" in data:
             scores = [float(row.sum()) for row in data["rm_scores"].unbind()]
             extras = [{**e, "score": s} for e, s in zip(extras, scores, strict=True)]
@@ -215,11 +216,18 @@ def _at(value: Any, i: int) -> Any:
     return getattr(item, "data", item) if type(item).__name__ == "NonTensorData" else item
 
 
+def _untimed(name: str, value: Any) -> Any:
+    """The agent loop's ``metrics`` without its seconds, which no two runs share; verl's trainer does not read them."""
+    if name != "metrics" or not isinstance(value, Mapping):
+        return value
+    return {key: 0.0 if isinstance(each, (float, np.floating)) else each for key, each in value.items()}
+
+
 def _equal(data: Any, fields: list[dict[str, Any]], name: str) -> bool:
     if (name in data) != (name in fields[0]):
         return False
     rows = data[name].unbind() if name in data else []
-    return all(torch.equal(row.cpu(), field[name]) for row, field in zip(rows, fields, strict=True)) if rows else True
+    return all(equal(row, field[name]) for row, field in zip(rows, fields, strict=True)) if rows else True
 
 
 def _tag(field: dict[str, Any], step: int) -> dict[str, Any]:
