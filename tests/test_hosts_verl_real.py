@@ -1,7 +1,7 @@
 """The verl host on real verl. CROSSRL_TEST_VERL names an interpreter that has verl (`make verl`); else this is skipped.
 
-The first tests take some seconds; the others train (examples/verl/run.py), a minute or two for each run of verl. CI does
-the shortest of these, CROSSRL_LONG=1 all.
+The first tests take some seconds; the others train (examples/verl/run.py), a minute or two for each run of verl. CI
+does the shortest of these, CROSSRL_LONG=1 all.
 """
 
 from __future__ import annotations
