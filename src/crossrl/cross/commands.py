@@ -20,8 +20,7 @@ OURS = re.compile(r"\+{0,2}(tape\.|trainer\.share_data|actor_rollout_ref\.rollou
 # An arm is there to be compared: it validates, saves, shows and resumes nothing of its own accord.
 ARM_KEYS = (
     "trainer.logger=[console]", "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1",
-    "trainer.resume_mode=disable", "++trainer.val_only=False", "++trainer.share_data_keep=null",
-    "++trainer.rollout_data_dir=null",
+    "trainer.resume_mode=disable", "++trainer.val_only=False", "++trainer.rollout_data_dir=null",
     "++trainer.validation_data_dir=null", "++tape.mode=record",
 )  # fmt: skip
 # verl hangs when one of its processes has failed. The first is Hydra's last word; the others are also seen in the logs
