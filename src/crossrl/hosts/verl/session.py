@@ -16,6 +16,7 @@ from crossrl.hosts.verl.errors import HostError
 from crossrl.hosts.verl.facts import IGNORE, OWN, Facts
 from crossrl.hosts.verl.installation import installation, of_all
 from crossrl.hosts.verl.meanings import computed, sampled
+from crossrl.hosts.verl.options import exchange_of, options_of, skip_layout
 from crossrl.hosts.verl.settings import Settings
 from crossrl.hosts.verl.stages import Generate, Update, computed_stages
 from crossrl.hosts.verl.unseen import Unseen
@@ -25,10 +26,10 @@ from crossrl.stages.base import At, Stage
 from crossrl.tape import session
 from crossrl.tape.api import Split
 from crossrl.tape.errors import ExchangeError
-from crossrl.tape.exchange import WRITER, Exchange
-from crossrl.tape.layout import RunLayout, SkipLayout
+from crossrl.tape.exchange import WRITER
+from crossrl.tape.layout import RunLayout
 from crossrl.tape.record import Record
-from crossrl.tape.tape import Tape, TapeOptions
+from crossrl.tape.tape import Tape
 from crossrl.tape.wait import wait_for
 
 log = logging.getLogger("crossrl.tape")
@@ -50,10 +51,10 @@ class Session:
         self.recording = settings.tape.mode == "record" or (
             settings.tape.mode == "replay" and self.source != self.own
         )  # fmt: skip
-        self.exchange = self._exchange() if settings.share else None
+        self.exchange = exchange_of(settings, self.facts.agreement, self.weights)
         self.checkpoints = Checkpoints(settings.share_dir.expanduser().absolute(), trainer.actor_rollout_wg, self.ask)
         self.tape = Tape(
-            self.own, uuid.uuid4().hex, self._fingerprint, self._options(), lambda: self.version,
+            self.own, uuid.uuid4().hex, self._fingerprint, options_of(settings), lambda: self.version,
             self.exchange.wait if self.exchange else wait_for, f"verl's {self.config.trainer.device}",
         )  # fmt: skip
         self.adapter = self._adapter()
@@ -276,18 +277,10 @@ class Session:
 
         return V0(self.trainer, self)
 
-    def _exchange(self) -> Exchange:
-        settings = self.settings
-        assert settings.share is not None
-        return Exchange(
-            settings.share_dir, settings.share, settings.home.absolute(), self.facts.agreement(), self.weights,
-            settings.timeout_s, settings.heartbeat_s, settings.keep,
-        )  # fmt: skip
-
     def _wrapped_rollout(self) -> Stage:
         stage: Stage = self.generate
-        if self.settings.skip_dir:
-            stage = self.tape.wrap(stage, "cache", self._skip_layout())
+        if skip := skip_layout(self.settings, self.config):
+            stage = self.tape.wrap(stage, "cache", skip)
         stage = self._shared(stage)
         if self.settings.tape.mode == "replay":
             stage = self.tape.wrap(stage, "replay", self.source)
@@ -306,21 +299,6 @@ class Session:
         ignore = (OWN if mode == "publish" else IGNORE)[stage.name]
         return self.tape.wrap(
             stage, mode, self.exchange, restore=self._bring if stage.name == "update" else None, ignore=ignore
-        )  # fmt: skip
-
-    def _skip_layout(self) -> SkipLayout:
-        config, trainer = self.config, self.config.trainer
-        assert self.settings.skip_dir is not None
-        return SkipLayout(
-            self.settings.skip_dir, trainer.experiment_name, trainer.project_name,
-            config.data.get("gen_batch_size") or config.data.train_batch_size, config.actor_rollout_ref.rollout.n,
-        )  # fmt: skip
-
-    def _options(self) -> TapeOptions:
-        tape = self.settings.tape
-        return TapeOptions(
-            accept=tuple(tape.accept), steps=session.step_range(tape.steps), keep=tape.keep, max_bytes=tape.max_bytes,
-            unstorable="refuse" if tape.unstorable == "refuse" else "leave_out", wait_s=self.settings.timeout_s,
         )  # fmt: skip
 
     def _fingerprint(self, stage: str, split: Split) -> dict[str, Any]:
