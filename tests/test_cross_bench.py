@@ -38,6 +38,7 @@ def test_nothing_harmless_is_blamed(outcomes, name):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_fault_of_a_is_found_while_b_differs_harmlessly(demo_files, tmp_path):
     faults, _ = select(["inference.stale_weights", "training.moment_zeroed", "inference.same_seed"])
     found = list(bench.run_mixed(bench.small(demo_files, tmp_path), faults))

@@ -619,6 +619,7 @@ REAL = os.environ.get("CROSSRL_TEST_VERL", "")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not REAL, reason="CROSSRL_TEST_VERL is not set: an interpreter in which import verl works")
 def test_a_data_proto_that_verl_saved_is_read(tmp_path: Path) -> None:
     maker = tmp_path / "maker.py"

@@ -63,11 +63,11 @@ def test_samples_are_found_again_after_verl_has_reordered_its_batch(cases):
     assert cases["score"] == [0.75, 0.0, 0.5, 0.25]
 
 
-def test_real_verl_records_and_its_second_run_generates_nothing_and_ends_with_the_same_weights(tmp_path):
+def test_real_verl_is_recorded_whole_and_with_the_weights_of_its_own_checkpoint(tmp_path):
     work = ("--work", tmp_path, "--steps", "2", "--trainer", "v0")
     done = run(ROOT / "examples/verl/run.py", "brief", *work, limit=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("ok   v0 skip: ") == 4
+    assert done.stdout.count("ok   v0 record: ") == 4
 
 
 @pytest.mark.long

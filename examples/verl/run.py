@@ -2,7 +2,7 @@
 
     python examples/verl/run.py [record|skip|exchange|killed|resumed|untouched|all] [--trainer v0|v1|both] [--steps 3]
     python examples/verl/run.py all --trainer v0 --rollout vllm   the first three, and stale: weights that come late
-    python examples/verl/run.py brief --trainer v0 --steps 2      two short runs with rollout skip, which CI does
+    python examples/verl/run.py brief --trainer v0 --steps 2      one short recorded run, which CI does
     python examples/verl/run.py faults --trainer v0       faults planted in one of two runs, found by crossrl cross
 
 Needs verl and what docs/how-to/use-with-verl.md names. A run takes a minute or two on two cores, most of it to start.
@@ -31,7 +31,7 @@ from watched import HERE, Run, command, rollout_arguments, start, surroundings, 
 from crossrl.hosts.verl.fingerprints import FINGERPRINTS
 from crossrl.hosts.verl.versions import installed
 from crossrl.patching import child_environment, install
-from crossrl.tape import open_run
+from crossrl.tape import RunTape, open_run
 
 PARTS = ("record", "skip", "exchange", "killed", "resumed", "untouched")
 TRAINERS = {"v0": "trainer.use_v1=False", "v1": "trainer.use_v1=True"}
@@ -104,11 +104,12 @@ class Example:
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 
-    def record(self) -> None:
+    def brief(self) -> RunTape | None:
+        """One recorded run, which is what CI does; its tape, if it has all steps."""
         alone = self.alone()
         self.check("record: every step", len(alone) == self.steps, f"{len(alone)} of {self.steps} steps")
         if len(alone) != self.steps:
-            return
+            return None
         tape, count = open_run(self.runs["record"].folder / "out"), 0
         for step in tape.steps():
             for _, record in tape.records(step):
@@ -118,39 +119,34 @@ class Example:
         self.check("record: digests of all fields", count >= 4 * self.steps, f"{count} records: {', '.join(stages)}")
         befores = [tape.record(step, "update").header.info["state"]["before"]["weights"] for step in tape.steps()]
         self.check("record: no weights between updates", befores[1:] == alone[:-1], "after step i = before step i + 1")
+        saved = saved_digest(self.runs["record"], self.steps)
+        self.check("record: digest is of verl's own checkpoint", saved == alone[-1], f"{saved[:16]}")
+        return tape
+
+    def record(self) -> None:
+        tape, alone = self.brief(), self.alone()
+        if tape is None:
+            return
         again = self.start("replay", "++tape.mode=replay", f"++tape.replay_from={tape.layout.root}")
         if self.finish(again):
             held = again.requests == 0 and equal(digests(again), alone)
             self.check(
                 "record: replayed, it ends as it did", held, f"{again.requests} requests, {last(digests(again))}"
             )
-        saved = saved_digest(self.runs["record"], self.steps)
-        self.check("record: digest is of verl's own checkpoint", saved == alone[-1], f"{saved[:16]}")
 
-    def brief(self) -> None:
-        """The first two runs of ``skip``: what CI does."""
-        self.stored_then_loaded(self.stored("brief-dump"))
-
-    def stored_then_loaded(self, skip: list[str]) -> Run | None:
-        """Two recorded runs with the same empty folder for rollout skip; the second, if both ended well."""
+    def skip(self) -> None:
+        skip = self.stored("dump")
         first = self.start("skip-1", RECORD, *skip)
         if not self.finish(first):
-            return None
+            return
         second = self.start("skip-2", RECORD, *skip)
         if not self.finish(second):
-            return None
+            return
         want, found, saved = 8 * self.steps, digests(second), saved_digest(second, self.steps)
         self.check("skip: first run generates", first.requests == want, f"{first.requests} requests, {want} expected")
         self.check("skip: second run generates nothing", second.requests == 0, f"{second.requests} requests")
         self.check("skip: equal weights at every step", equal(digests(first), found), last(found))
         self.check("skip: digest is of verl's own checkpoint", bool(found) and saved == found[-1], saved[:16])
-        return second
-
-    def skip(self) -> None:
-        skip = self.stored("dump")
-        second = self.stored_then_loaded(skip)
-        if second is None:
-            return
         self.check("skip: equal to the run alone", equal(digests(second), self.alone()), last(self.alone()))
         other = self.start("skip-other", *skip, "actor_rollout_ref.rollout.temperature=0.7")
         if self.finish(other, fails=True):
