@@ -31,7 +31,8 @@ demo: $(STAMP)  ## train a small policy with GRPO and see it learn (about a minu
 # vLLM pins its own PyTorch, so it gets an environment of its own. What is left out is built for CUDA, and stops vLLM on a CPU.
 VLLM_VENV ?= .venv-vllm
 LINKS := $(foreach folder,$(PIP_FIND_LINKS) $(UV_FIND_LINKS),--find-links $(folder))
-UV = bin/uv pip install --quiet --index-strategy unsafe-best-match $(or $(LINKS),--torch-backend cpu) $(PIP_FLAGS)
+# Compiled here, as pip does: or each of the many processes would, where PYTHONDONTWRITEBYTECODE is set.
+UV = bin/uv pip install --quiet --compile-bytecode --index-strategy unsafe-best-match $(or $(LINKS),--torch-backend cpu) $(PIP_FLAGS)
 vllm:  ## an environment with vLLM for the CPU, for its tests (2.4 GB): make test VLLM=.venv-vllm/bin/python
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) uv
