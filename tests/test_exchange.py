@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-KILLS = int(os.environ.get("CROSSRL_EXCHANGE_KILLS", "2"))
+KILLS = int(os.environ.get("CROSSRL_EXCHANGE_KILLS", "4"))
 SIDES = ("ckpt", "rollout")
 
 
