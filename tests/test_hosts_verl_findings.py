@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from test_hosts_verl_resume import Played, Trainer, files  # noqa: F401  (a fixture)
+from test_hosts_verl_resume import Played, Trainer, files, play  # noqa: F401  (a fixture)
 
 from crossrl.batch import Batch, BatchError
 from crossrl.config.tape import TapeConfig
@@ -47,16 +47,7 @@ def run(root: Path, name: str = "run", skip: Path | None = None, kind: type[Play
     settings = Settings(
         TapeConfig(**{"mode": "record", **tape}), skip, None, root / "shared", 20.0, 20.0, None, trainer.home, False
     )  # fmt: skip
-    trainer.session = session = kind(trainer, settings)
-    try:
-        session.preflight()
-        session.attach()
-        trainer.fit()
-    except BaseException as error:
-        session.close(error)
-        raise
-    session.close(None)
-    return trainer
+    return play(trainer, kind(trainer, settings))
 
 
 class Counted(Played):

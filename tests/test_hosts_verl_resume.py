@@ -175,7 +175,12 @@ def run(
     settings = Settings(
         TapeConfig(mode="record"), skip, share, root / "shared", 20.0, 20.0, keep, trainer.home, False  # type: ignore[arg-type]
     )  # fmt: skip
-    trainer.session = session = Played(trainer, settings)
+    return play(trainer, Played(trainer, settings))
+
+
+def play(trainer: Trainer, session: Played) -> Trainer:
+    """``fit`` with ``session`` around it. Raises what the run raises."""
+    trainer.session = session
     try:
         session.preflight()
         session.attach()

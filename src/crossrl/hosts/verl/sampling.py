@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrl.files import file_digest
+from crossrl.tape.compare import flatten
 
 # Patterns of dotted keys, of verl 0.7.1 to 0.9.1. Speed, memory and placement round otherwise, but mean the same; where
 # two runs differ in them, ``crossrl cross`` says so from their config.yaml.
@@ -39,23 +40,18 @@ def sampling(rollout: Any) -> dict[str, Any]:
     whole: Any = OmegaConf.to_container(rollout, resolve=True)
     found = {"engine": whole["name"]}
     used = {key: part for key, part in whole.items() if key not in _SWITCHED or (part or {}).get("enable")}
-    for key, value in _flat(used, ""):
+    for key, value in _set(used).items():
         if not any(fnmatchcase(key, pattern) for pattern in NOT_SAMPLED):
             found[key] = _content(key, value)
     # Settings of the engine that samples; those of the others are read by nobody.
     kwargs = (whole.get("engine_kwargs") or {}).get(whole["name"]) or {}
-    found |= {f"engine_kwargs.{key}": _content(key, value) for key, value in _flat(kwargs, "")}
+    found |= {f"engine_kwargs.{key}": _content(key, value) for key, value in _set(kwargs).items()}
     return found
 
 
-def _flat(part: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
-    for key, value in part.items():
-        if isinstance(value, Mapping):
-            out += _flat(value, f"{prefix}{key}.")
-        elif value is not None and value is not False and value not in ([], ""):
-            out.append((f"{prefix}{key}", value))
-    return out
+def _set(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys of ``part`` without those that are not set, off or empty."""
+    return {k: v for k, v in flatten(part).items() if v is not None and v is not False and v not in ([], "", {})}
 
 
 def _content(key: str, value: Any) -> Any:
